@@ -21,7 +21,7 @@ from .planner.explain.compare import Comparison
 from .planner.explain.front import Front, described_front
 from .planner.explain.memory_timeline import MemoryTimeline
 from .planner.explain.what_if import Sizes
-from .planner.explain.why import Bottleneck, Explanation
+from .planner.explain.why import Explanation, StepBottleneck
 from .planner.multiplex.jobs import Assumptions
 from .planner.multiplex.report import ClusterReport, report
 from .planner.multiplex.report import trace as trace_of
@@ -220,7 +220,7 @@ def quicker_on_single_device(
 
 def bottleneck(
     plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
-) -> Bottleneck:
+) -> StepBottleneck:
     """What bounds a plan's step, without a search. The profile and the cluster are found as for
     ``explain``."""
     return why.bottleneck(plan, *made_from(plan, profile, cluster))
@@ -436,12 +436,12 @@ def launch(
 
     # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
-    beside = (
+    background_job = (
         Background(background, limit=plan.goal.background_limit)
         if isinstance(background, str)
         else background
     )
-    return launch(plan, script, steps, ranks, beside, at_end, say)
+    return launch(plan, script, steps, ranks, background_job, at_end, say)
 
 
 def auto_parallelize(

@@ -34,14 +34,14 @@ from burst_choice import (
     DataParallel,
     Shared,
     best_data_parallel,
-    burst_beside,
+    burst_with_background,
     candidates,
     shared,
 )
 from meshwright.models.zoo import build
 from meshwright.planner.multiplex.jobs import (
     Assumptions,
-    Background,
+    BackgroundJob,
     best_background,
     foreground,
     shared_device_model,
@@ -149,7 +149,7 @@ class Asked(NamedTuple):
     from."""
 
     shared: Problem
-    background: Background
+    background: BackgroundJob
     plain: DataParallel
     within: DataParallel
     partition: Partition
@@ -172,7 +172,7 @@ def ask(
     )  # fmt: skip
     alone = Problem(
         profile, cluster_of(ranks, bytes_per_s), goal, capability(styles), schedule="priority",
-        near=0.0,
+        tie_tolerance=0.0,
     )  # fmt: skip
     plain = best_data_parallel(alone)
     # Beside a background the foreground has the memory that this leaves; alone it has all of it.
@@ -183,7 +183,7 @@ def ask(
     shared = replace(
         alone,
         goal=msgspec.structs.replace(narrow, micro_batches=(within.model.micro_batches,)),
-        bucket_bytes=within.model.message_bytes,
+        message_bytes=within.model.message_bytes,
     )
     tried = candidates(shared, Assumptions(), plain.step_s, LIMIT_S)
     # The foreground on a power of two of the devices, and backgrounds on all others.
@@ -208,7 +208,7 @@ def plain_on(
         return None
 
 
-def best_partition(parts: list[DataParallel], background: Background, ranks: int) -> Partition:
+def best_partition(parts: list[DataParallel], background: BackgroundJob, ranks: int) -> Partition:
     """The division that makes most of the cluster, its foreground no slower than data parallelism
     on all devices (the last of ``parts``). Nothing is shared, so nothing is slowed."""
     found = []
@@ -228,7 +228,7 @@ def solved(
     ``bounded_ratio`` is the foreground's speed over data parallelism's, plus the background's share
     of its own speed alone."""
     start = time.perf_counter()
-    model, burst = burst_beside(
+    model, burst = burst_with_background(
         asked.shared, asked.tried, asked.background, given, asked.plain.step_s, narrowing_s
     )
     schedule, limit_s = asked.shared.schedule, asked.plain.step_s * ROUNDING
@@ -252,7 +252,7 @@ def solved(
     backgrounds = () if burst.copies == 0 else (behind,)
     horizon_s = SIMULATED_STEPS * burst.step_s
     run = report(simulate_cluster(model.world_size, (job,), backgrounds, given, horizon_s))
-    alone_s, partition = asked.plain.step_s, asked.partition
+    plain_s, partition = asked.plain.step_s, asked.partition
     background = sum(b.samples_per_s for b in run.backgrounds)
     share = background / (asked.background.samples_per_s * model.world_size)
     return {
@@ -264,11 +264,11 @@ def solved(
         "background_samples_s": background,
         "background_share": share,
         "ratio": (burst.foreground_samples_s + background) / asked.plain.samples_per_s,
-        "bounded_ratio": alone_s / burst.step_s + share,
+        "bounded_ratio": plain_s / burst.step_s + share,
         "dp_with_background_ratio": plain.samples_per_s / asked.plain.samples_per_s,
-        "dp_with_background_bounded_ratio": alone_s / plain.step_s + plain.share,
+        "dp_with_background_bounded_ratio": plain_s / plain.step_s + plain.share,
         "partition_ratio": partition.samples_per_s / asked.plain.samples_per_s,
-        "partition_bounded_ratio": alone_s / partition.step_s + partition.share,
+        "partition_bounded_ratio": plain_s / partition.step_s + partition.share,
         "partition_devices": partition.devices,
         "background_batch": asked.background.batch,
         "plan": burst.how + (", no background" if burst.copies == 0 else ""),

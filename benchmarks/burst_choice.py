@@ -23,7 +23,7 @@ from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
 from meshwright.planner.cost.step_time import barrier_step, priority_step
 from meshwright.planner.multiplex.jobs import (
     Assumptions,
-    Background,
+    BackgroundJob,
     shared_device_model,
     slowed,
     timelines,
@@ -125,7 +125,7 @@ def shared(
     model: CostModel,
     decisions: Decisions,
     schedule: ScheduleName,
-    background: Background,
+    background: BackgroundJob,
     given: Assumptions,
     *,
     apart: bool = False,
@@ -182,10 +182,10 @@ def candidates(
     return found
 
 
-def burst_beside(
+def burst_with_background(
     problem: Problem,
     tried: Mapping[Decisions, str],
-    background: Background,
+    background: BackgroundJob,
     given: Assumptions,
     limit_s: float,
     time_limit_s: float = 2.0,
@@ -198,17 +198,17 @@ def burst_beside(
     problem = problem.placed()
     # On devices of its own the foreground is not slowed: by this model its memory is judged.
     model = problem.cost_model(problem.goal.micro_batches[0])
-    beside = shared_device_model(model, given.slowdown)
+    shared_model = shared_device_model(model, given.slowdown)
     fitting = {d: how for d, how in tried.items() if over_bytes(model, d) <= 0}
     rate = given.idle_speed * background.samples_per_s
-    for start in _starts(beside, problem, fitting, rate, limit_s):
+    for start in _starts(shared_model, problem, fitting, rate, limit_s):
         better = narrowed(
-            beside, problem.capability, start, problem.schedule, rate, limit_s, time_limit_s
+            shared_model, problem.capability, start, problem.schedule, rate, limit_s, time_limit_s
         )
         if over_bytes(model, better) <= 0:
             fitting.setdefault(better, f"{fitting[start]}, narrowed")
     asked = (problem.schedule, background, given)
-    found = [shared(how, beside, d, *asked) for d, how in fitting.items()]
+    found = [shared(how, shared_model, d, *asked) for d, how in fitting.items()]
     # The background by itself on a device, where decisions leave some on which nothing is computed.
     for d, how in fitting.items():
         working = (o.layout.size for k, o in enumerate(d) if unit_s(model, k, o) > 0)

@@ -70,7 +70,7 @@ def plans(model: ModelProfile, cluster: Cluster, batch: int) -> tuple[Plan, Plan
     idle, as predicted."""
     goal = Goal(batch=batch, optimizer="momentum")
     plain = make_plan(
-        model, cluster, goal, schedule="priority", bucket_bytes=SLICE_BYTES, executor=CAPABILITY
+        model, cluster, goal, schedule="priority", message_bytes=SLICE_BYTES, executor=CAPABILITY
     )
     limit_s = plain.baseline.step_s
     sparing = msgspec.structs.replace(goal, objective="gpu_seconds", time_limit_s=limit_s)

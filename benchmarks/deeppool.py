@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from meshwright.planner.explain.front import FoundPoint, cheapest_within, within
+from meshwright.planner.explain.front import SolvedPoint, cheapest_within, within
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
@@ -48,8 +48,8 @@ class Comparison(NamedTuple):
     limit: float
     greedy_s: float
     greedy_gpu_s: float
-    faster: FoundPoint | None
-    cheaper: FoundPoint | None
+    faster: SolvedPoint | None
+    cheaper: SolvedPoint | None
 
     @property
     def holds(self) -> bool:
@@ -80,7 +80,7 @@ def problem(profile: ModelProfile, ranks: int, batch: int, bytes_per_s: float) -
     problem = Problem(
         profile=profile, cluster=cluster_of(ranks, bytes_per_s), capability=EVERYTHING,
         goal=Goal(batch=batch, optimizer="sgd", batch_statistics="global"),
-        schedule="priority", bucket_bytes=SLICE_BYTES, near=0.0,
+        schedule="priority", message_bytes=SLICE_BYTES, tie_tolerance=0.0,
     )  # fmt: skip
     return problem.placed()
 

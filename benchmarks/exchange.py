@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.gradients.order import Order, Orders
+from meshwright.executor.gradients.order import Orders, SendOrder
 from meshwright.executor.parallel import run_of
 from meshwright.models.workload import Batch
 from meshwright.planner.cost.step_time import priority_bound
@@ -104,7 +104,7 @@ def compared(
         "fsdp_s": fsdp_s, "fsdp_failed": failed,
         "priority_s": seconds[keys[1]], "plan_s": seconds["plan_s"],
         "ddp_bucket_mb": best_ddp, "slice_mib": SLICE_BYTES // MIB,
-        "plan_schedule": plan.schedule, "plan_slice_mib": plan.bucket_bytes / MIB,
+        "plan_schedule": plan.schedule, "plan_slice_mib": plan.message_bytes / MIB,
         "plan_divided": sum(u.layout.degree > 1 for u in plan.units),
         "ddp_jitter_s": shaken[keys[0]], "priority_jitter_s": shaken[keys[1]],
     }  # fmt: skip
@@ -121,7 +121,7 @@ def ablated(measured: Measured, batch: Batch, asked: dict[str, Any]) -> dict[str
         if not urgent:
             # No plan asks for first come, first served: it is what priority is measured against.
             live = run_of(system.model)
-            live.priority._orders = Order(
+            live.priority._orders = SendOrder(
                 Orders(plan, urgent=False), live.priority.grad_groups, live.control
             )
         predicted_s = simulated(measured.chain, measured.sizes, slice_bytes, urgent)

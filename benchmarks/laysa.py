@@ -427,12 +427,12 @@ def predict(model: str, batches: Sequence[int]) -> list[dict[str, Any]]:
     found = profile_of(model, CASES[model].sizes)
     # Any rate: what needs least memory does not depend on it.
     device = Chooser(found, two_hosts(1e8), 2**40)
-    beside = Chooser(found, two_hosts(1e8, HOST_BYTES_PER_S), 2**40)
+    with_host = Chooser(found, two_hosts(1e8, HOST_BYTES_PER_S), 2**40)
     rows, lines = [], []
     for batch in batches:
         size = batch // RANKS
         sparse = device.least(SPARSE, size).peak_bytes
-        ours, host = (c.least(COLLABORATIVE, size).peak_bytes for c in (device, beside))
+        ours, host = (c.least(COLLABORATIVE, size).peak_bytes for c in (device, with_host))
         cuts = [f"{1 - b / sparse:.0%}" for b in (ours, host)]
         lines.append([batch, mb(sparse), mb(ours), cuts[0], mb(host), cuts[1]])
         rows.append(

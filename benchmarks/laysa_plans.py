@@ -208,7 +208,7 @@ class Chooser:
         common = chosen.common
         return make_plan(
             self.profile, self.cluster, self._goal(common, chosen.batch), chosen.decisions,
-            common.micro_batches, schedule="priority", bucket_bytes=SLICE_BYTES,
+            common.micro_batches, schedule="priority", message_bytes=SLICE_BYTES,
             executor=CAPABILITY,
         )  # fmt: skip
 

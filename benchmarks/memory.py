@@ -141,7 +141,7 @@ def run(model: str, found: ModelProfile, policy: Policy, batch: int, optimizer: 
         [policy.option(unit) for unit in found.units],
         schedule=policy.schedule,
         executor=CAPABILITY,
-        **({"bucket_bytes": SLICE_BYTES} if policy.schedule == "priority" else {}),
+        **({"message_bytes": SLICE_BYTES} if policy.schedule == "priority" else {}),
     )
     torch.manual_seed(0)
     workload = build(model)

@@ -197,7 +197,7 @@ def row(units: int, ranks: int, slice_bytes: tuple[int, ...] = ()) -> dict[str, 
     )  # fmt: skip
     problem = Problem(
         profile=gpt_like(units), cluster=cluster_of(ranks, memory_gib=MEMORY_GIB), goal=goal,
-        capability=EVERYTHING, schedule="priority", bucket_bytes=SLICE_BYTES,
+        capability=EVERYTHING, schedule="priority", message_bytes=SLICE_BYTES,
     )  # fmt: skip
     # Importing the solvers is no part of planning.
     solvers()

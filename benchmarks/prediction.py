@@ -208,7 +208,7 @@ def decisions(profile: ModelProfile, way: Way, ranks: int) -> list[Option]:
 
 
 def plan_of(profile: ModelProfile, cluster: Cluster, goal: Goal, way: Way) -> Plan:
-    slices = {"bucket_bytes": SLICE_BYTES} if way.schedule == "priority" else {}
+    slices = {"message_bytes": SLICE_BYTES} if way.schedule == "priority" else {}
     chosen = decisions(profile, way, cluster.world_size)
     return make_plan(
         profile, cluster, goal, chosen, way.micro_batches, schedule=way.schedule,

@@ -49,7 +49,7 @@ def equal_links(cluster: Cluster, bytes_per_s: float) -> Cluster:
 def decisions(plan: Plan) -> tuple[object, ...]:
     """All that decides how a plan trains."""
     units = tuple((u.layout, u.style, u.memory, u.exchange, u.feedback) for u in plan.units)
-    return plan.schedule, plan.bucket_bytes, plan.micro_batches, plan.placement, units
+    return plan.schedule, plan.message_bytes, plan.micro_batches, plan.placement, units
 
 
 def rows_of(model: str, goal: Goal, clusters: dict[str, Cluster]) -> list[dict[str, Any]]:

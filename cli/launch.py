@@ -106,9 +106,9 @@ def launch(
     if here * nnodes == made.world_size:
         for text in differences(made, here):
             note(text)
-    beside = None
+    background_job = None
     if background is not None:
-        beside = Background(
+        background_job = Background(
             run=background,
             limit=made.goal.background_limit if background_limit is None else background_limit,
             memory_bytes=background_memory,
@@ -135,7 +135,7 @@ def launch(
         timeout_s=timeout,
         # With --json stdout is the report's alone.
         quiet=json,
-        background=beside,
+        background=background_job,
         at_end=lambda found: _show(found, made, report, first=node_rank == 0, json=json),
         say=note,
     )

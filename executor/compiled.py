@@ -109,7 +109,7 @@ def _all_at_once(model: nn.Module, plan: Plan) -> Iterator[str]:
     whole = _trained_bytes(model)
     for path in ancestors(path for unit in plan.units for path in unit.modules):
         own = _trained_bytes(model.get_submodule(path))
-        if own > max(plan.bucket_bytes, whole / 2):
+        if own > max(plan.message_bytes, whole / 2):
             yield path
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 from ..models.compiled import not_traced
 from ..planner.schema.errors import InputError
 from ..planner.schema.plan import Plan
-from .comm.control import Gathered, Header
+from .comm.control import Header, PendingGather
 
 
 class Weight(NamedTuple):
@@ -28,7 +28,7 @@ class Weight(NamedTuple):
     counts: Callable[[], Sequence[float]]
 
     @staticmethod
-    def of(own: float, gathered: Gathered) -> Weight:
+    def of(own: float, gathered: PendingGather) -> Weight:
         """By counts that ranks have gathered as rows of one number."""
         return Weight(own, lambda: [row[0] for row in gathered.rows()])
 

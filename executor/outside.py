@@ -33,7 +33,7 @@ class KeptResults:
     def begin(self, model: nn.Module) -> None:
         """Before a forward: what is there already is not its result."""
         if self._places is None:
-            self._old = _remembered(list(kept_results(model, _is_result)))
+            self._old = _weakly(list(kept_results(model, _is_result)))
 
     def scale(self, model: nn.Module, scale: Callable[[Any], Any]) -> None:
         """After a forward: ``scale`` on what it has left in attributes."""
@@ -50,18 +50,18 @@ class KeptResults:
             return leaf if known and known() is leaf else scale(materialize(leaf))
 
         for module, name in self._places:
-            held = vars(module)
-            if name in held:
+            attributes = vars(module)
+            if name in attributes:
                 # Past ``__setattr__``, which some modules have of their own.
-                held[name] = pytree.tree_map(scaled, held[name])
-        self._old = _remembered(self._places)
+                attributes[name] = pytree.tree_map(scaled, attributes[name])
+        self._old = _weakly(self._places)
 
 
 def _is_result(leaf: object) -> bool:
     return isinstance(leaf, LazyRedistributed) or has_graph(leaf)
 
 
-def _remembered(places: list[tuple[nn.Module, str]]) -> dict[int, weakref.ref[Any]]:
+def _weakly(places: list[tuple[nn.Module, str]]) -> dict[int, weakref.ref[Any]]:
     """The tensors there, by identity, which means nothing once they are gone."""
     leaves = pytree.tree_leaves([vars(module).get(name) for module, name in places])
     return {id(leaf): weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)}

@@ -49,7 +49,7 @@ class ParallelModule(nn.Module):
         if run.inside:  # the model calls itself: one forward to the outside
             return super().__call__(*args, **kwargs)
         take_again(self, run, callback)
-        _remember(run)
+        _set_latest(run)
         with run.around(self, args, kwargs) as forward:
             output = super().__call__(*args, **kwargs)
             return run.finish(self, output, forward)
@@ -99,7 +99,7 @@ def adopt(model: ModelT, run: Run) -> None:
     # name, which some libraries write into configurations.
     model.__class__ = type(cls.__name__, (ParallelModule, cls), body)
     model.__dict__[_RUN] = run
-    _remember(run)
+    _set_latest(run)
 
 
 def is_parallel(model: nn.Module) -> bool:
@@ -117,7 +117,7 @@ def run_of(model: nn.Module) -> Run:
     return run
 
 
-def _remember(run: Run) -> None:
+def _set_latest(run: Run) -> None:
     global _latest
     _latest = weakref.ref(run)
 
@@ -183,7 +183,8 @@ def exchange_state_dict(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {"rank": run.world.rank, "world_size": run.world.size}
     if run.priority is not None:
         lossy = [g for g in run.priority.grad_groups if isinstance(g, LossyGradGroup)]
-        state["held"] = {name: part for group in lossy for name, part in group.state().items()}
+        parts = [group.state().items() for group in lossy]
+        state["residuals"] = {name: part for items in parts for name, part in items}
         state["policies"] = {p.name: p.state() for p in run.priority.policies}
     return state
 
@@ -204,17 +205,19 @@ def load_exchange_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
     if run.priority is None:
         return
     # Checked whole before anything is loaded, so that a state that is refused leaves all as it was.
-    held, policies = state.get("held", {}), state.get("policies", {})
+    residuals, policies = state.get("residuals", {}), state.get("policies", {})
     lossy = [g for g in run.priority.grad_groups if isinstance(g, LossyGradGroup)]
-    names = {entry.name for grad_group in lossy for entry in grad_group.feedback}
-    strange = next((name for name in held if name not in names), None)
+    names = {param.name for grad_group in lossy for param in grad_group.feedback}
+    strange = next((name for name in residuals if name not in names), None)
     missing = next((p.name for p in run.priority.policies if p.name not in policies), None)
+    if lossy and "residuals" not in state:
+        missing = "residuals"
     if strange is not None or missing is not None:
         what = f"says nothing of {missing!r}" if strange is None else f"holds parts of {strange!r}"
         raise InputError(
             f"the exchange state {what}, unlike this plan: load it under the plan that saved it"
         )
     for grad_group in lossy:
-        grad_group.load(held)
+        grad_group.load(residuals)
     for policy in run.priority.policies:
         policy.load(policies[policy.name])

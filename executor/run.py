@@ -41,7 +41,7 @@ from ..planner.cost.ownership import TensorPlacement, boxes
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import SHARDING, Plan
 from .comm.broadcast import broadcast
-from .comm.control import Control, Header, Row, digest
+from .comm.control import Control, Header, RankRow, digest
 from .comm.groups import Group, World
 from .comm.watchdog import Watchdog
 from .comm.worker_threads import LEAVE_S
@@ -106,20 +106,20 @@ class Run:
         self._micro_batches = MicroBatchCheck(plan)
         self._number = 0
         self._buffers: list[Tensor] = []
-        self._all_entries: list[GradParam] = []
+        self._all_params: list[GradParam] = []
         self._trainable: list[bool] = []
         self._gradients: GradientSynchroniser | None = None
         self.priority: PriorityExchange | None = None
         # Weak: else no run, with its model, would end before the process.
         atexit.register(_let_finish, weakref.ref(self))
 
-    def start(self, entries: Sequence[GradParam], buffers: list[Tensor]) -> None:
+    def start(self, params: Sequence[GradParam], buffers: list[Tensor]) -> None:
         """Takes over the parameters (in the order in which backward finishes them) and the buffers
         that follow rank 0's.
         """
-        self._all_entries = list(entries)
-        sharded = [e for e in entries if e.exchange in SHARDING and not e.idle]
-        self.flat_shards = {e.parameter: flat_shard_spec(e) for e in sharded}
+        self._all_params = list(params)
+        sharded = [param for param in params if param.exchange in SHARDING and not param.idle]
+        self.flat_shards = {param.parameter: flat_shard_spec(param) for param in sharded}
         self._buffers = buffers
         self._watch_gradients()
 
@@ -158,29 +158,29 @@ class Run:
             self.priority.unshard_manager.end()
         if self._gradients is not None:
             self._gradients.detach()
-        self._trainable = [e.parameter.requires_grad for e in self._all_entries]
-        entries = [e for e in self._all_entries if e.parameter.requires_grad]
+        self._trainable = [param.parameter.requires_grad for param in self._all_params]
+        params = [param for param in self._all_params if param.parameter.requires_grad]
         anchor = self.bursts.anchor if self.bursts is not None else None
         # Rank 0 warns for all: every rank cuts its batches alike.
         check = self._micro_batches.exchanged if self.world.rank == 0 else None
-        exchange = self._exchange_of(entries)
+        exchange = self._exchange_of(params)
         self._gradients = GradientSynchroniser(
-            entries, exchange, self.control, lambda: self.forward, anchor, check, self.kernels
+            params, exchange, self.control, lambda: self.forward, anchor, check, self.kernels
         )
 
-    def _exchange_of(self, entries: Sequence[GradParam]) -> Exchange:
-        limit = self.plan.bucket_bytes
+    def _exchange_of(self, params: Sequence[GradParam]) -> Exchange:
+        limit = self.plan.message_bytes
         on_stream = any(g.on_stream for g in self.world.gradients.values())
         # With NCCL, collectives of several groups must be launched in one order on all ranks, which
         # gradients that leave in the midst of redistributions could break: there, where units are
         # divided, they leave when backward is over.
         eager = not (on_stream and self.divided)
         if self.plan.schedule == "barrier":
-            buckets = make_buckets(entries, limit)
+            buckets = make_buckets(params, limit)
             return BucketExchange(buckets, self.watch, eager=eager, issued=self.issued)
         before = self.priority
         self.priority = PriorityExchange(
-            entries, limit, self.orders, self.control, self.watch, self.issued, self.lossy,
+            params, limit, self.orders, self.control, self.watch, self.issued, self.lossy,
             eager=eager,
         )  # fmt: skip
         if before is not None:
@@ -258,7 +258,7 @@ class Run:
         self.guard.disarm(over=False)
         if grad:
             self.gradients.abandon()
-            if [e.parameter.requires_grad for e in self._all_entries] != self._trainable:
+            if [param.parameter.requires_grad for param in self._all_params] != self._trainable:
                 self._watch_gradients()
         if not (grad or self.divided):
             return None  # evaluation of a model that every rank has whole: it may evaluate alone
@@ -283,7 +283,7 @@ class Run:
 
         def begin() -> Header:
             self._number += 1
-            row = Row(self._number, samples, shapes, mode)
+            row = RankRow(self._number, samples, shapes, mode)
             doing = f"forward {self._number}"
             self.watch.post(f"is in {doing}")
             return Header(row, self.control.gather(row, doing), self.divided)

@@ -22,7 +22,7 @@ from torch.autograd import Variable
 
 from ..planner.schema.errors import RunError
 from ..planner.schema.plan import Plan
-from .comm.control import Control, Gathered
+from .comm.control import Control, PendingGather
 from .forward import Forward
 from .gradients.buckets import Exchange, GradParam
 from .gradients.pending import weakly
@@ -36,7 +36,7 @@ class Kernels:
 
 
 class GradientSynchroniser:
-    """Watches the gradients of ``entries``.
+    """Watches the gradients of ``params``.
 
     A backward begins with its first gradient at the model's output (or at a parameter) and ends
     with the engine's callback. ``latest()`` is the forward that ran last, whose ``no_sync`` counts
@@ -47,7 +47,7 @@ class GradientSynchroniser:
 
     def __init__(
         self,
-        entries: Iterable[GradParam],
+        params: Iterable[GradParam],
         exchange: Exchange,
         control: Control,
         latest: Callable[[], Forward | None],
@@ -55,7 +55,7 @@ class GradientSynchroniser:
         exchanged: Callable[[int], None] | None = None,
         kernels: Kernels | None = None,
     ) -> None:
-        self.params = list(entries)
+        self.params = list(params)
         self.voting_s = 0.0
         """Seconds until ranks had agreed on the parameters that have a gradient."""
         self._exchange, self._latest = exchange, latest
@@ -69,7 +69,7 @@ class GradientSynchroniser:
         self._number = 0
         self._exchanged, self._backwards = exchanged, 0
         self._kernels = kernels or Kernels()
-        self._hooks = [h for entry in self.params for h in self._attach(entry)]
+        self._hooks = [h for param in self.params for h in self._attach(param)]
         if anchor is not None:
             leaf: Any = anchor
             # Its gradient is nobody's: cleared, or it would be added to in every backward.
@@ -77,12 +77,12 @@ class GradientSynchroniser:
             reach = weakly(self._reach_anchor)
             self._hooks.append(leaf.register_post_accumulate_grad_hook(reach))
 
-    def _attach(self, entry: GradParam) -> list[Any]:
-        parameter: Any = entry.parameter  # torch has not typed its hooks
-        ready = weakly(self._ready, entry)
+    def _attach(self, param: GradParam) -> list[Any]:
+        parameter: Any = param.parameter  # torch has not typed its hooks
+        ready = weakly(self._ready, param)
         hooks = [parameter.register_post_accumulate_grad_hook(ready)]
-        if entry.divisor != 1:  # before it is accumulated, as what is in ``grad`` may be averages
-            divide = partial(_divide, entry.divisor, entry.degree > 1, self._kernels)
+        if param.divisor != 1:  # before it is accumulated, as what is in ``grad`` may be averages
+            divide = partial(_divide, param.divisor, param.degree > 1, self._kernels)
             hooks.append(parameter.register_hook(divide))
         return hooks
 
@@ -123,20 +123,20 @@ class GradientSynchroniser:
             self._watch.post(f"is in backward after forward {forward.announce().number}")
         Variable._execution_engine.queue_callback(self._finish)
 
-    def _ready(self, entry: GradParam) -> None:
+    def _ready(self, param: GradParam) -> None:
         self._begin(self._latest())
-        self._changed.add(entry)
-        if self._synchronise and entry in self._complete and self._exchange.sent(entry):
+        self._changed.add(param)
+        if self._synchronise and param in self._complete and self._exchange.sent(param):
             raise RunError(
-                f"parameter {entry.name!r} got a gradient twice in one backward, the second after "
+                f"parameter {param.name!r} got a gradient twice in one backward, the second after "
                 "the first had been sent: use checkpoint(..., use_reentrant=False)"
             )
-        self._complete.add(entry)
+        self._complete.add(param)
         with torch.no_grad():
             if self._synchronise:
-                self._exchange.ready(entry)
+                self._exchange.ready(param)
             else:
-                self._exchange.absorb(entry)
+                self._exchange.absorb(param)
 
     def _finish(self) -> None:
         """At the end of backward: sends the rest. Under the barrier also waits for all averages."""
@@ -160,8 +160,8 @@ class GradientSynchroniser:
         # All of a parameter's ranks must agree on whether it is exchanged, and ranks may have used
         # different ones. A gradient that the user has taken away is not sent.
         used = [
-            (e in self._changed and e.parameter.grad is not None) or self._exchange.holds(e)
-            for e in self.params
+            (p in self._changed and p.parameter.grad is not None) or self._exchange.holds(p)
+            for p in self.params
         ]
         latest = self._latest()
         forward = latest.announce().number if latest is not None else 0
@@ -175,8 +175,8 @@ class GradientSynchroniser:
         self._exchange.end(lambda: self._count(votes))
         self._changed.clear()
 
-    def _count(self, votes: Gathered) -> set[GradParam]:
-        """The entries that some rank has a gradient for."""
+    def _count(self, votes: PendingGather) -> set[GradParam]:
+        """The parameters that some rank has a gradient for."""
         before = self._control.seconds
         (vector,) = votes.rows()
         self.voting_s += self._control.seconds - before
@@ -194,7 +194,7 @@ class GradientSynchroniser:
                 "that differs, --forbid fully_sharded plans without"
             )
         # ``strict``: all ranks have the same parameters, or they would not have begun.
-        return {e for e, bit in zip(self.params, vector[6:], strict=True) if bit}
+        return {p for p, bit in zip(self.params, vector[6:], strict=True) if bit}
 
     def _check_weighted(self) -> None:
         latest = self._latest()

@@ -45,7 +45,7 @@ Call = tuple[Collective, int]
 
 
 @dataclass
-class Group:
+class MeasuredGroup:
     """A process group of ``ranks`` ranks in which this rank is ``member``."""
 
     handle: dist.ProcessGroup
@@ -91,10 +91,10 @@ class Group:
 
     def _tensor(self, use: str, count: int) -> Tensor:
         """All sizes share their memory: it is there, and known, when a size is timed."""
-        held = self._space.get(use)
-        if held is None or held.numel() < count:
-            held = self._space[use] = torch.empty(count, device=self.device).zero_()
-        return held[:count]
+        space = self._space.get(use)
+        if space is None or space.numel() < count:
+            space = self._space[use] = torch.empty(count, device=self.device).zero_()
+        return space[:count]
 
     def _p2p(self, count: int) -> Callable[[], None]:
         tensor, first, second = self._tensor("out", count), self.ranks[0], self.ranks[-1]
@@ -124,7 +124,7 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     return found.tolist()
 
 
-def time_once(group: Group, collective: Collective, size_bytes: int) -> float:
+def time_once(group: MeasuredGroup, collective: Collective, size_bytes: int) -> float:
     """Seconds of one call on this rank, all groups of a set at once. Collective over all ranks."""
     run = group.operation(collective, size_bytes)
     dist.barrier()
@@ -136,7 +136,7 @@ def time_once(group: Group, collective: Collective, size_bytes: int) -> float:
 
 
 def measure(
-    group: Group,
+    group: MeasuredGroup,
     sizes: Sequence[int],
     rounds: int,
     budget_s: float,
@@ -165,7 +165,7 @@ def measure(
     tick(1.0)
 
 
-def _affordable(group: Group, sizes: Sequence[int], longest_s: float) -> list[Call]:
+def _affordable(group: MeasuredGroup, sizes: Sequence[int], longest_s: float) -> list[Call]:
     """The calls that take no longer than that, each made once: point to point last, as a link's
     token bucket fills while the other way is used, and sizes in turn, as it does in pauses."""
     for collective in COLLECTIVES:
@@ -188,7 +188,7 @@ def _next_s(known: Sequence[tuple[int, float]], size: int) -> float:
     return most + max(most - less, 0.0) / (last - before) * (size - last)
 
 
-def curves(group: Group, scale: float = 1.0) -> tuple[CollectiveCurve, ...]:
+def curves(group: MeasuredGroup, scale: float = 1.0) -> tuple[CollectiveCurve, ...]:
     """The medians as curves, with their fitted lines. ``scale`` is how many times as many bytes
     would have taken as long with nobody beside the group, at the bandwidth of the level."""
     found = []

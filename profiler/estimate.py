@@ -46,7 +46,7 @@ from .catalogue import Datasheet, datasheet
 from .memory import Footprints, FusedAttention, dry, is_dry, saved_inputs
 from .model import inputs_of, unit_profile
 from .operations import OperationLog
-from .roofline import Work, seconds
+from .roofline import CountedWork, seconds
 from .shares import Cost, cost_of, saved_ratio, shard_bytes
 from .timing import OPTIMIZERS, Timeline
 
@@ -159,8 +159,8 @@ def _update_rate(name: str, dtype: torch.dtype, sheet: Datasheet) -> UpdateRate:
 class _Counted(NamedTuple):
     """Forward and backward of something, and what it saved."""
 
-    forward: Work
-    backward: Work
+    forward: CountedWork
+    backward: CountedWork
     cost: Cost
 
 
@@ -195,11 +195,11 @@ class _Estimator(NamedTuple):
         return msgspec.structs.replace(base, shares=(base.whole, *shares), output_kept=kept)
 
     def _whole(self, unit: UnitSpec) -> ShareProfile:
-        def work(phase: str) -> Work:
+        def work(phase: str) -> CountedWork:
             few, many = (getattr(log, phase).get(unit.name, ()) for log in self.logs)
-            return Work(FOOTPRINT_SIZES, few, many)
+            return CountedWork(FOOTPRINT_SIZES, few, many)
 
-        kinds = ("saved", "gradient", "workspace", "fresh", "spared")
+        kinds = ("saved", "gradient", "workspace", "new_grad", "never_together")
         return ShareProfile(
             style="none",
             degree=1,
@@ -209,7 +209,7 @@ class _Estimator(NamedTuple):
             **{kind: self.footprints.curve(kind, unit.name) for kind in kinds},
         )
 
-    def _curve(self, work: Work) -> Curve:
+    def _curve(self, work: CountedWork) -> Curve:
         seconds = tuple(work.seconds(size, self.sheet) for size in self.sizes)
         return Curve(x=tuple(map(float, self.sizes)), y=seconds)
 
@@ -218,34 +218,34 @@ class _Estimator(NamedTuple):
     ) -> ShareProfile | None:
         """A member's share: what it takes alone, compared with the unit alone, of what the unit
         takes in the model."""
-        alone, member = self._alone(unit), self._alone(unit, split, degree)
-        if alone is None or member is None:
+        isolated, member = self._isolated(unit), self._isolated(unit, split, degree)
+        if isolated is None or member is None:
             return None
         size = shard_bytes(self.model, unit, split, degree)
         part = size / max(whole.parameter_bytes, 1)
         gradient, output = (
-            a / b if b else 1.0 for a, b in zip(member.cost[3:], alone.cost[3:], strict=True)
+            a / b if b else 1.0 for a, b in zip(member.cost[3:], isolated.cost[3:], strict=True)
         )
         in_model = whole.saved(SHARE_SIZES[-1])
-        saved = saved_ratio(in_model, alone.cost.saved, member.cost.saved, degree)
+        saved = saved_ratio(in_model, isolated.cost.saved, member.cost.saved, degree)
         return ShareProfile(
             style=split.style,
             degree=degree,
             forward=_compared(
-                whole.forward, self._curve(member.forward), self._curve(alone.forward)
+                whole.forward, self._curve(member.forward), self._curve(isolated.forward)
             ),
             backward=_compared(
-                whole.backward, self._curve(member.backward), self._curve(alone.backward)
+                whole.backward, self._curve(member.backward), self._curve(isolated.backward)
             ),
             saved=whole.saved.scaled(saved),
             gradient=whole.gradient.scaled(gradient),
             workspace=whole.workspace.scaled(output),
             parameter_bytes=size,
-            fresh=whole.fresh.scaled(part),
-            spared=whole.spared.scaled(min(part, saved)),
+            new_grad=whole.new_grad.scaled(part),
+            never_together=whole.never_together.scaled(min(part, saved)),
         )
 
-    def _alone(
+    def _isolated(
         self, unit: UnitSpec, split: SplitSpec | None = None, degree: int = 1
     ) -> _Counted | None:
         """A unit run by itself, or a member's share of it; equal ones are counted once."""
@@ -259,13 +259,13 @@ class _Estimator(NamedTuple):
         key = (unit.kind, style, degree, *map(str, modules), *shapes, *inputs)
         if key not in self.known:
             try:
-                self.known[key] = self._count_alone(unit, split, degree)
+                self.known[key] = self._count_isolated(unit, split, degree)
             except Exception:
                 # A member's few samples may be too few for what follows in the unit.
                 self.known[key] = None
         return self.known[key]
 
-    def _count_alone(self, unit: UnitSpec, split: SplitSpec | None, degree: int) -> _Counted:
+    def _count_isolated(self, unit: UnitSpec, split: SplitSpec | None, degree: int) -> _Counted:
         holder = isolated(self.model, unit.modules)
 
         # Stands for the collective: the member's own samples of the group's, at no cost.
@@ -287,15 +287,17 @@ class _Estimator(NamedTuple):
             logs.append(log)
         few, many = logs
         forward, backward = (
-            Work(SHARE_SIZES, getattr(few, phase).get("", ()), getattr(many, phase).get("", ()))
+            CountedWork(
+                SHARE_SIZES, getattr(few, phase).get("", ()), getattr(many, phase).get("", ())
+            )
             for phase in ("forward", "backward")
         )
         return _Counted(forward, backward, cost)
 
 
-def _compared(whole: Curve, part: Curve, alone: Curve) -> Curve:
+def _compared(whole: Curve, part: Curve, isolated: Curve) -> Curve:
     """``whole`` by the ratio of the other two."""
-    rows = zip(whole.y, part.y, alone.y, strict=True)
+    rows = zip(whole.y, part.y, isolated.y, strict=True)
     return Curve(x=whole.x, y=tuple(w * p / a if a else w for w, p, a in rows))
 
 

@@ -23,7 +23,7 @@ from ..executor.launch.start import device_name, memory_bytes, software
 from ..planner.cost.collectives import Fabric, rings
 from ..planner.schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
 from ..planner.schema.errors import InputError
-from .collectives import Group, curves, measure, synchronise
+from .collectives import MeasuredGroup, curves, measure, synchronise
 from .host_rates import Rates, common_rate, differ, measure_host_rates
 from .progress import StageProgress
 from .timing import spread_of
@@ -75,7 +75,7 @@ def probe(
     rates = None
     if len(set(hosts)) > 1:
         rates = measure_host_rates(hosts, where, partial(stages.at, "measuring hosts"))
-    measured: list[tuple[str, GroupSets, Group]] = []
+    measured: list[tuple[str, GroupSets, MeasuredGroup]] = []
     interference = Interference()
     for (level, group_sets), name in zip(plan, names, strict=True):
         group = join(group_sets, where)
@@ -151,7 +151,7 @@ def _check_order(hosts: Sequence[str]) -> None:
         )
 
 
-def join(sets: GroupSets, device: torch.device) -> Group:
+def join(sets: GroupSets, device: torch.device) -> MeasuredGroup:
     """Creates the group of a set that this rank is in; the set covers all ranks."""
     rank, backend = dist.get_rank(), "nccl" if device.type == "cuda" else "gloo"
     # By every rank, member or not, which nobody waits for. Among its members only torch would name
@@ -159,13 +159,13 @@ def join(sets: GroupSets, device: torch.device) -> Group:
     # gone, where a member is not there yet.
     handles = [dist.new_group(list(ranks), backend=backend) for ranks in sets]
     ranks, handle = next(pair for pair in zip(sets, handles, strict=True) if rank in pair[0])
-    return Group(handle, ranks, ranks.index(rank), device)
+    return MeasuredGroup(handle, ranks, ranks.index(rank), device)
 
 
 def _cluster(
     hosts: Sequence[str],
     devices: Sequence[Device],
-    measured: Sequence[tuple[str, GroupSets, Group]],
+    measured: Sequence[tuple[str, GroupSets, MeasuredGroup]],
     interference: Interference,
     rates: Rates | None,
 ) -> Cluster:
@@ -207,14 +207,14 @@ def _cluster(
 NOTICED_S = 1e-3
 
 
-def _spread(groups: Iterable[Group]) -> float:
+def _spread(groups: Iterable[MeasuredGroup]) -> float:
     """How far the times of one collective and size lay apart."""
     every = (seconds for group in groups for seconds in group.seconds.values())
     return spread_of(s for s in every if s and median(s) >= NOTICED_S)
 
 
 def _line(
-    name: str, measured: Sequence[tuple[str, GroupSets, Group]], rates: Rates | None
+    name: str, measured: Sequence[tuple[str, GroupSets, MeasuredGroup]], rates: Rates | None
 ) -> Level:
     """The level without its curves. Its line is that of the fewest ranks, two neighbours and nobody
     beside them; between hosts the bandwidth is what streams carried."""
@@ -222,11 +222,11 @@ def _line(
     line = next(c for c in curves(group) if c.collective == "p2p")
     if name == "intra" or rates is None:
         return Level(name="intra", latency_s=line.latency_s, bytes_per_s=line.bytes_per_s)
-    carried, least, first_s = common_rate(rates), line.seconds.x[0], line.seconds.y[0]
+    bytes_per_s, least, first_s = common_rate(rates), line.seconds.x[0], line.seconds.y[0]
     # Less than the wire takes is what a token bucket lets through: then all of it is latency.
-    wire_s = least / carried
+    wire_s = least / bytes_per_s
     latency_s = first_s - wire_s if first_s > wire_s else first_s
-    return Level(name="inter", latency_s=latency_s, bytes_per_s=carried)
+    return Level(name="inter", latency_s=latency_s, bytes_per_s=bytes_per_s)
 
 
 def _pairs(
@@ -302,7 +302,7 @@ class _Load:
     """Pieces of computing like training's, a convolution and a matrix product, and messages, each
     for about ``LOAD_S``: the same numbers of both on all members, who would else wait for ever."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: MeasuredGroup) -> None:
         self.group, device = group, group.device
         self.image = torch.randn(4, 32, 32, 32, device=device)
         self.kernel = torch.randn(32, 32, 3, 3, device=device)
@@ -359,13 +359,13 @@ class _Load:
         return computed_s, over_s or time.perf_counter() - start
 
 
-def measure_interference(group: Group) -> Interference:
+def measure_interference(group: MeasuredGroup) -> Interference:
     """The slowdowns, as medians over rounds and the mean over ranks. Collective over the group."""
     load, start = _Load(group), time.perf_counter()
     rows: list[tuple[float, float]] = []
     while len(rows) < SLOWDOWN_ROUNDS:
         dist.barrier(group=group.handle)
-        alone = load.compute()
+        compute_s = load.compute()
         dist.barrier(group=group.handle)
         # What a link has saved up while it was idle, as a token bucket does, is used up first.
         load.send()
@@ -373,7 +373,7 @@ def measure_interference(group: Group) -> Interference:
         sent = load.send()
         dist.barrier(group=group.handle)
         together, over = load.both()
-        rows.append((together / max(alone, 1e-9), _stretch(sent, together, over)))
+        rows.append((together / max(compute_s, 1e-9), _stretch(sent, together, over)))
         # The clock of one member must not end the rounds of another's.
         if _agreed(group, int(time.perf_counter() - start > SLOWDOWN_BUDGET_S)):
             break
@@ -387,7 +387,7 @@ def measure_interference(group: Group) -> Interference:
     )
 
 
-def _message_bytes(group: Group) -> int:
+def _message_bytes(group: MeasuredGroup) -> int:
     """The largest size up to ``MESSAGE_BYTES`` whose all-reduce takes no more than half of
     ``LOAD_S``, by what was measured."""
     sizes = sorted(size for (name, size) in group.seconds if name == "all_reduce")
@@ -395,7 +395,7 @@ def _message_bytes(group: Group) -> int:
     return min(max([*quick, sizes[0]]), MESSAGE_BYTES)
 
 
-def _agreed(group: Group, count: int) -> int:
+def _agreed(group: MeasuredGroup, count: int) -> int:
     """The largest count of all members: all must do the same."""
     value = torch.tensor([count], dtype=torch.int64, device=group.device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group.handle)

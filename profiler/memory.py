@@ -30,15 +30,15 @@ from .timing import Loss, Timeline
 @dataclass
 class Footprint:
     """Bytes by node: feature maps ``saved`` for backward, the largest ``gradient`` of feature maps
-    alive at once, the largest ``workspace`` besides; ``fresh`` and ``spared`` as in
+    alive at once, the largest ``workspace`` besides; ``new_grad`` and ``never_together`` as in
     ``ShareProfile``. ``discarded`` are the units whose output nobody saves.
     """
 
     saved: dict[str, int] = field(default_factory=dict)
     gradient: dict[str, int] = field(default_factory=dict)
     workspace: dict[str, int] = field(default_factory=dict)
-    fresh: dict[str, int] = field(default_factory=dict)
-    spared: dict[str, int] = field(default_factory=dict)
+    new_grad: dict[str, int] = field(default_factory=dict)
+    never_together: dict[str, int] = field(default_factory=dict)
     discarded: set[str] = field(default_factory=set)
 
     @property
@@ -76,10 +76,10 @@ def measure_footprint(
     Every storage belongs to the node that made it. What is alive when forward ends is ``saved``,
     the batch itself for the first node. The rest of what was alive at most while a node was at work
     is its ``workspace`` in forward; in backward, beyond that and the gradients of parameters of its
-    own and of the nodes after it, its ``gradient`` (or ``spared``, where it is less), and ``fresh``
-    is how much more it would be if gradients that are complete did not count.
+    own and of the nodes after it, its ``gradient`` (or ``never_together``, where it is less), and
+    ``new_grad`` is how much more it would be if gradients that are complete did not count.
     """
-    walk = _Walk(model, units, device)
+    walk = _MemoryWalk(model, units, device)
     # Without gradients, as after zero_grad(set_to_none=True): backward allocates them anew.
     before = [p.grad for p in model.parameters()]
     for parameter in model.parameters():
@@ -98,7 +98,7 @@ class SavedInputs(NamedTuple):
     """Bytes of a unit's inputs that it saves for backward, and of those that nobody else does."""
 
     saved: int
-    alone: int
+    kept: int
 
 
 def saved_inputs(
@@ -155,7 +155,7 @@ def saved_inputs(
 _PERSISTENT = "persistent"
 
 
-class _Walk:
+class _MemoryWalk:
     """One step, and the most bytes alive while each node was at work, forward and backward."""
 
     def __init__(self, model: nn.Module, units: Sequence[UnitSpec], device: torch.device) -> None:
@@ -262,8 +262,8 @@ class _Walk:
             backward = self._most["backward"][name] - always - gradients[name]
             without = self._most["without_complete"][name] - always
             found.gradient[name] = max(backward - forward, 0)
-            found.spared[name] = max(forward - backward, 0)
-            found.fresh[name] = max(without - backward, 0)
+            found.never_together[name] = max(forward - backward, 0)
+            found.new_grad[name] = max(without - backward, 0)
         return found
 
 

@@ -302,7 +302,7 @@ def inputs_of(unit: UnitSpec, found: Mapping[str, SavedInputs], size: int) -> di
     if not unit.splits or unit.name not in found:
         return {}
     inputs = found[unit.name]
-    return {"input_saved": inputs.saved / size, "input_kept": inputs.alone / size}
+    return {"input_saved": inputs.saved / size, "input_kept": inputs.kept / size}
 
 
 def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[UnitProfile, ...]:
@@ -327,7 +327,15 @@ def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) 
         rows = [getattr(getattr(m, source), quantity) for m in measured]
         return _curve(sizes, [row.get(unit.name, 0.0) for row in rows])
 
-    quantities = ("forward", "backward", "saved", "gradient", "workspace", "fresh", "spared")
+    quantities = (
+        "forward",
+        "backward",
+        "saved",
+        "gradient",
+        "workspace",
+        "new_grad",
+        "never_together",
+    )
     curves = {quantity: curve(quantity) for quantity in quantities}
     return ShareProfile(style="none", degree=1, parameter_bytes=0, **curves)
 

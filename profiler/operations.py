@@ -118,7 +118,7 @@ _NOTHING = {
 # Where the first factor is among the arguments.
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
 # These read as much of their first input as they return, not all of it.
-_PICKING = {
+_INDEXING = {
     *("embedding", "index", "index_select", "gather", "take", "nll_loss_forward"),
     *("nll_loss2d_forward", "slice_scatter", "_index_put_impl_"),
 }
@@ -153,7 +153,7 @@ def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _streamed(name: str, args: Any, read: list[Tensor], written: list[Tensor]) -> float:
-    if name in _PICKING:
+    if name in _INDEXING:
         return 2 * _bytes(written)
     traffic = _bytes(written)
     if name.startswith("_foreach") and not written:  # in place: the first list is written

@@ -65,9 +65,9 @@ DIVIDED_LAYERS = 12
 
 def _large(ranks: int, bytes_per_s: float) -> _Toy:
     """The toy whose gradients are all-reduced in ``EXCHANGE_S`` over links of that rate."""
-    carried = EXCHANGE_S * bytes_per_s * ranks / (2 * (ranks - 1))
+    exchanged = EXCHANGE_S * bytes_per_s * ranks / (2 * (ranks - 1))
     # By the bytes of its matrices.
-    width = int(sqrt(min(carried / (4 * SMALL.layers), WIDTHS[1] ** 2)))
+    width = int(sqrt(min(exchanged / (4 * SMALL.layers), WIDTHS[1] ** 2)))
     return SMALL._replace(width=max(width, WIDTHS[0]))
 
 
@@ -76,7 +76,7 @@ class _Excess(NamedTuple):
     are no agreement among ranks; and the redistributions in it."""
 
     seconds: float
-    alone_s: float
+    local_s: float
     moves: int
 
 
@@ -109,7 +109,7 @@ def measure_overheads(
 
 def _overhead(found: Sequence[_Excess], more_bytes: int, move_s: float) -> StepOverhead:
     small, many = (one.seconds for one in found[:2])
-    bytes_s = found[2].alone_s - found[0].alone_s
+    bytes_s = found[2].local_s - found[0].local_s
     each = max((many - small) / (MANY.parameters - SMALL.parameters), 0.0)
     return StepOverhead(
         step_s=max(small - SMALL.parameters * each, 0.0),
@@ -128,9 +128,9 @@ def _excesses(
         for done, toy in enumerate(toys, 1):
             found.append(_excess(toy, dist.get_world_size(), rounds, schedule))
             tick(done)
-    worst = slowest([s for one in found for s in (one.seconds, one.alone_s)], torch.device("cpu"))
+    worst = slowest([s for one in found for s in (one.seconds, one.local_s)], torch.device("cpu"))
     pairs = zip(worst[::2], worst[1::2], strict=True)
-    return [one._replace(seconds=s, alone_s=a) for one, (s, a) in zip(found, pairs, strict=True)]
+    return [one._replace(seconds=s, local_s=a) for one, (s, a) in zip(found, pairs, strict=True)]
 
 
 def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Excess:
@@ -141,20 +141,20 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
     planned, optimizer = apply(model, _updated(model), _plan(toy, ranks, schedule))
     assert optimizer is not None, "an optimizer comes back where one was given"
     meter, gradients = run_of(planned).meter, run_of(planned).gradients
-    plainly, under, alone = list[float](), list[float](), list[float]()
+    plainly, under, local = list[float](), list[float](), list[float]()
     begun = time.perf_counter()
     while len(plainly) < rounds + UNCOUNTED:
         plainly.append(_timed(plain, by_hand, batch))
         before = meter.seconds, gradients.exposed_s, gradients.voting_s
         seconds = _timed(planned, optimizer, batch)
         moving, exposed, voting = meter.seconds, gradients.exposed_s, gradients.voting_s
-        alone.append(seconds - (moving - before[0]) - (exposed - before[1]))
-        under.append(alone[-1] + voting - before[2])
+        local.append(seconds - (moving - before[0]) - (exposed - before[1]))
+        under.append(local[-1] + voting - before[2])
         # Agreed, as a rank that stops alone leaves the others waiting in the next round.
         spent_s = slowest([time.perf_counter() - begun], torch.device("cpu"))[0]
         if spent_s > TOY_S and len(plainly) >= FEWEST + UNCOUNTED:
             break
-    usual, own, apart = (median(seconds[UNCOUNTED:]) for seconds in (plainly, under, alone))
+    usual, own, apart = (median(seconds[UNCOUNTED:]) for seconds in (plainly, under, local))
     return _Excess(own - usual, apart - usual, meter.moves // len(plainly))
 
 
@@ -218,7 +218,7 @@ UNPREDICTED = Prediction(
 
 
 def plan_by_hand(
-    units: Iterable[UnitPlan], goal: Goal, schedule: ScheduleName, bucket_bytes: int, target: str
+    units: Iterable[UnitPlan], goal: Goal, schedule: ScheduleName, message_bytes: int, target: str
 ) -> Plan:
     """The plan of these units on the ranks as they are numbered, without predictions."""
     ranks = dist.get_world_size()
@@ -226,7 +226,7 @@ def plan_by_hand(
         target=target,
         model=target,
         schedule=schedule,
-        bucket_bytes=bucket_bytes,
+        message_bytes=message_bytes,
         world_size=ranks,
         goal=goal,
         placement=tuple(range(ranks)),

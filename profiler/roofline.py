@@ -115,7 +115,7 @@ def _tiled(op: Operation, rows: int, columns: int, parts: int, sheet: Datasheet)
     return work
 
 
-class Work(NamedTuple):
+class CountedWork(NamedTuple):
     """What runs at two batch sizes, from which follows what does at others."""
 
     sizes: tuple[int, int]

@@ -149,9 +149,9 @@ def _probe(device: torch.device, progress: Step | None) -> Cluster:
 
 def single_rank(device: torch.device) -> Cluster:
     """The cluster of one rank, which has no links."""
-    alone = Device(name=device_name(device), memory_bytes=memory_bytes(device))
+    described = Device(name=device_name(device), memory_bytes=memory_bytes(device))
     name = socket.gethostname()
-    return Cluster(name=name, nodes=(Node(name=name, devices=(alone,)),), levels=())
+    return Cluster(name=name, nodes=(Node(name=name, devices=(described,)),), levels=())
 
 
 def room_bytes(device: torch.device) -> float:

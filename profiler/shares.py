@@ -88,9 +88,9 @@ class ShareMeter:
                 # No time was left for it.
                 if costs is None:
                     continue
-                alone, member = costs
-                ratio = Cost(*map(_over, member, alone))
-                saved = saved_ratio(whole.saved(samples), alone.saved, member.saved, degree)
+                undivided, member = costs
+                ratio = Cost(*map(_over, member, undivided))
+                saved = saved_ratio(whole.saved(samples), undivided.saved, member.saved, degree)
                 size = shard_bytes(self._model, unit, split, degree)
                 part = _over(size, whole.parameter_bytes)
                 found.append(
@@ -103,8 +103,8 @@ class ShareMeter:
                         gradient=whole.gradient.scaled(ratio.gradient),
                         workspace=whole.workspace.scaled(ratio.output),
                         parameter_bytes=size,
-                        fresh=whole.fresh.scaled(part),
-                        spared=whole.spared.scaled(min(part, saved)),
+                        new_grad=whole.new_grad.scaled(part),
+                        never_together=whole.never_together.scaled(min(part, saved)),
                     )
                 )
         return found
@@ -145,10 +145,10 @@ class ShareMeter:
             (of(holder, unit, call), of(shard, unit, given, divisor=degree))
             for _ in range(ROUNDS + 1)
         ][1:]
-        alone, member = (
+        undivided, member = (
             Cost(*map(median, zip(*costs, strict=True))) for costs in zip(*rounds, strict=True)
         )
-        return alone, member
+        return undivided, member
 
 
 def shard_bytes(model: nn.Module, unit: UnitSpec, split: SplitSpec, degree: int) -> int:
@@ -167,14 +167,14 @@ def shard_bytes(model: nn.Module, unit: UnitSpec, split: SplitSpec, degree: int)
     return total
 
 
-def saved_ratio(whole: float, alone: float, member: float, degree: int) -> float:
+def saved_ratio(whole: float, undivided: float, member: float, degree: int) -> float:
     """What a member of a divided unit saves, of ``whole`` bytes that the unit saves in the model,
-    where by themselves the unit saves ``alone`` bytes and the member's share of it ``member``. The
-    rest is the unit's output, which others save: for a member that of its own samples."""
+    where by themselves the unit saves ``undivided`` bytes and the member's share of it ``member``.
+    The rest is the unit's output, which others save: for a member that of its own samples."""
     if whole <= 0:
         return 1.0
-    own = member * min(whole / alone, 1.0) if alone else 0.0
-    return (own + max(whole - alone, 0.0) / degree) / whole
+    own = member * min(whole / undivided, 1.0) if undivided else 0.0
+    return (own + max(whole - undivided, 0.0) / degree) / whole
 
 
 def _over(part: float, whole: float) -> float:
@@ -213,7 +213,7 @@ def cost_of(
         others += 1
     gradients = [torch.ones_like(t) for t in leaves]
     # Making the gradients is no part of the backward: a second moment in between.
-    turn = clock.now()
+    begin = clock.now()
     if leaves:
         torch.autograd.backward(leaves, gradients)
     for parameter in holder.parameters() if divisor > 1 else ():
@@ -227,7 +227,7 @@ def cost_of(
     out = sum(t.nbytes for t in leaves)
     return Cost(
         clock.seconds(start, middle),
-        clock.seconds(turn, end),
+        clock.seconds(begin, end),
         saved.bytes.get("", 0),
         inputs + out,
         out,

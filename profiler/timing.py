@@ -142,7 +142,7 @@ class Timeline:
         output = self.model(*batch.args, **batch.kwargs)
         self.mark(self.units[-1].name)
         value = loss(output, batch.target)
-        turn = len(self.marks)
+        forward_marks = len(self.marks)
         self.mark(self.units[-1].name)
         value.backward()  # type: ignore[no-untyped-call]
         self.marks.append((self.clock.now(), ""))
@@ -150,7 +150,7 @@ class Timeline:
         self._made.clear()
         found = StepTimes()
         for i, ((moment, node), (after, _)) in enumerate(pairwise(self.marks)):
-            times = found.forward if i < turn else found.backward
+            times = found.forward if i < forward_marks else found.backward
             times[node] = times.get(node, 0.0) + self.clock.seconds(moment, after)
         return found
 

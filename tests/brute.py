@@ -30,7 +30,7 @@ class Best(NamedTuple):
     unlimited_s: float
     combinations: int
     micro_batches: int
-    bucket_bytes: int
+    message_bytes: int
     decisions: tuple
     least_bytes: float = np.inf
     least_gpu_seconds: float = np.inf
@@ -71,7 +71,7 @@ def best(problem):
                 found = found._replace(
                     objective_s=float(objective[low]),
                     micro_batches=model.micro_batches,
-                    bucket_bytes=model.message_bytes,
+                    message_bytes=model.message_bytes,
                     decisions=decisions,
                 )
     return found
@@ -252,25 +252,27 @@ class _Table:
             )
 
         weights = held("weights") + held("optimizer") + held("residual")
-        gradients, saved, travelling = held("gradients"), held("saved"), held("comm_buffers")
+        gradients, saved, comm_buffers = held("gradients"), held("saved"), held("comm_buffers")
         maps = held("map_gradients") + held("new_grad") - held("never_together")
         workspace, exchanged, renewed = held("workspace"), held("bucketed"), held("update_temp")
         leaving = held("exchange_temp")
         part = self.unit(chosen, lambda k, o, c: samples[o.layout] is not None)
         received, returning, kept = (each * part for each in moved)
         saved = saved + kept
-        beside = {n: np.zeros(chosen.shape) for n in ("neighbours_forward", "neighbours_backward")}
+        neighbours = {
+            n: np.zeros(chosen.shape) for n in ("neighbours_forward", "neighbours_backward")
+        }
         for one in self.memory.overlaps:
             figures, found = held(one.field), np.zeros(chosen.shape)
             for at, of in zip(one.at, one.of, strict=True):
                 found[:, at] += figures[:, of]
-            beside[one.point] = beside[one.point] + found
+            neighbours[one.point] = neighbours[one.point] + found
         always = weights.sum(axis=1)
         open_ = self._kinds(chosen) * self.model.message_bytes * (not self.model.sliced)
         closed = self.unit(chosen, self._closes) * self.model.message_bytes
         to_come = exchanged.cumsum(axis=1) - exchanged
         own = gradients.sum(axis=1)
-        every = own + travelling.sum(axis=1)
+        every = own + comm_buffers.sum(axis=1)
         many = self.model.micro_batches > 1
         peak = always + every
         behind = np.zeros(len(chosen))
@@ -278,23 +280,23 @@ class _Table:
             behind = behind + saved[:, k]
             work = behind + workspace[:, k]
             later = gradients[:, k:].sum(axis=1)
-            past = travelling[:, k + 1 :].sum(axis=1)
+            past = comm_buffers[:, k + 1 :].sum(axis=1)
             alive = (own if many else later) + past
             before = own if many else 0.0
             if self.model.sliced and not many:
                 before = later - gradients[:, k] + past
-            there = work + received[:, k] + beside["neighbours_forward"][:, k]
+            there = work + received[:, k] + neighbours["neighbours_forward"][:, k]
             peak = np.maximum(peak, always + before + there)
-            there = behind + beside["neighbours_backward"][:, k]
+            there = behind + neighbours["neighbours_backward"][:, k]
             filling = np.minimum(to_come[:, k], open_ - closed[:, k])
             if k > self.model.last_trained:
                 filling = np.zeros(len(chosen))  # no bucket before the first gradient
             busy = np.maximum(workspace[:, k] + maps[:, k], returning[:, k])
             peak = np.maximum(peak, always + alive + filling + there + busy)
-            left = alive + behind - saved[:, k] + travelling[:, k] + leaving[:, k]
-            peak = np.maximum(peak, always + left + beside["neighbours_backward"][:, k])
+            left = alive + behind - saved[:, k] + comm_buffers[:, k] + leaving[:, k]
+            peak = np.maximum(peak, always + left + neighbours["neighbours_backward"][:, k])
             if self.model.sliced:
-                every = later + past + travelling[:, k] + behind - saved[:, k]
+                every = later + past + comm_buffers[:, k] + behind - saved[:, k]
             peak = np.maximum(peak, always + every + renewed[:, k])
         return peak
 

@@ -100,9 +100,15 @@ def _draw(rng):
         batch_statistics="global",
     )
     schedule = "priority" if rng.random() < 0.8 else "barrier"
-    bucket = int(rng.choice([4096, 65536]))
+    message_bytes = int(rng.choice([4096, 65536]))
     return Problem(
-        profile, links, goal, capability, schedule=schedule, bucket_bytes=bucket, near=0.0
+        profile,
+        links,
+        goal,
+        capability,
+        schedule=schedule,
+        message_bytes=message_bytes,
+        tie_tolerance=0.0,
     )
 
 
@@ -243,7 +249,7 @@ def _home(world):
 
 def value_of(made, found):
     """The figures of what brute force found, by the cost model."""
-    model = made.cost_model(found.micro_batches, found.bucket_bytes)
+    model = made.cost_model(found.micro_batches, found.message_bytes)
     return choice(model, found.decisions, made.schedule)
 
 
@@ -255,7 +261,7 @@ def _limited(made, rng):
     goal, kind = made.goal, rng.random()
     changes = {}
     if kind < 0.6:
-        model = made.cost_model(found.micro_batches, found.bucket_bytes)
+        model = made.cost_model(found.micro_batches, found.message_bytes)
         peak = max(m.peak_bytes for m in rank_memory(model, found.decisions))
         least = found.least_bytes
         part = rng.uniform(0, 0.9) if rng.random() < 0.95 else -0.05

@@ -1,4 +1,4 @@
-"""Hypothesis strategies and small builders for the planner's nouns, shared by tests."""
+"""Hypothesis strategies and small builders for the planner's records, shared by tests."""
 
 from itertools import pairwise
 
@@ -53,7 +53,7 @@ def share(style="none", degree=1, forward=ZERO, backward=ZERO, saved=0.0, parame
         gradient=proportional(saved) if saved else ZERO,
         workspace=ZERO,
         parameter_bytes=parameter_bytes,
-        fresh=constant(float(parameter_bytes)),
+        new_grad=constant(float(parameter_bytes)),
     )
 
 
@@ -236,8 +236,8 @@ def unit_profiles(draw, name, shared=None):
         rows, columns = draw(size), draw(size)
         saved = float(draw(st.integers(0, 512)))
         unit = linear(name, rows, columns, time, saved, shared)
-        spared = proportional(draw(st.floats(0, saved))) if saved else ZERO
-        whole = msgspec.structs.replace(unit.whole, spared=spared)
+        never_together = proportional(draw(st.floats(0, saved))) if saved else ZERO
+        whole = msgspec.structs.replace(unit.whole, never_together=never_together)
         return msgspec.structs.replace(unit, shares=(whole,))
     if kind == "norm":
         return norm(name, time, draw(st.integers(0, 4096)))

@@ -65,7 +65,7 @@ def _add_sums(
             sent[position] += samples * (layout.degree - 1) * leaving[1]
 
 
-class Carried(NamedTuple):
+class ExchangedParam(NamedTuple):
     """A parameter whose gradient is exchanged: the first unit that uses it, its shape, the bytes of
     an element, and where members divide it the dim and of how many equal blocks that is made."""
 
@@ -84,7 +84,9 @@ class Carried(NamedTuple):
         return prod(self.shape) // length * (right - left) * self.blocks
 
 
-def exchanged_bytes(plan: Plan, parameters: Iterable[Carried], backwards: int = 1) -> list[float]:
+def exchanged_bytes(
+    plan: Plan, parameters: Iterable[ExchangedParam], backwards: int = 1
+) -> list[float]:
     """What each position sends to exchange gradients in one step, of which so many ``backwards``
     exchange (micro-batches and what is under ``no_sync`` are one with the backward that does).
 
@@ -93,20 +95,20 @@ def exchanged_bytes(plan: Plan, parameters: Iterable[Carried], backwards: int = 
     """
     units = {unit.name: unit for unit in plan.units}
     sent = [0.0] * plan.world_size
-    for carried in parameters:
-        unit = units[carried.unit]
+    for param in parameters:
+        unit = units[param.unit]
         layout = unit.layout
-        if carried.dim is None:  # held whole by every position, divided unit or not
+        if param.dim is None:  # held whole by every position, divided unit or not
             layout = Layout(groups=layout.size, first=layout.first)
         for position in layout.positions:
-            numel = carried.share(layout.degree, (position - layout.first) % layout.degree)
+            numel = param.share(layout.degree, (position - layout.first) % layout.degree)
             if unit.exchange == "dense":
-                payload = numel * carried.width_bytes
+                payload = numel * param.width_bytes
                 sent[position] += backwards * ring_bytes(payload, layout.groups)
                 continue
             if unit.exchange != "sharded":
                 raise ValueError(f"what {unit.exchange!r} sends depends on more than the plan")
-            chunk = ceil(numel / layout.groups) * carried.width_bytes
+            chunk = ceil(numel / layout.groups) * param.width_bytes
             sent[position] += (backwards + 1) * (layout.groups - 1) * chunk
     return sent
 

@@ -39,7 +39,7 @@ SETTINGS = {
     "target": "model",
     "world_size": "ranks",
     "micro_batches": "micro-batches",
-    "bucket_bytes": "largest bucket or slice",
+    "message_bytes": "largest bucket or slice",
     "schedule": "how gradients travel",
     "placement": "ranks in order of position",
     "solver": "solver",
@@ -157,12 +157,12 @@ def _step_with_background(
     """The step while the background job was stopped, and the mean of all steps."""
     # The first is what a plan predicts, the second what the job's limit is about.
     first, second = "step time, background job held", "  with it, on average"
-    held_s = mean_s = None
+    undisturbed_s = mean_s = None
     if job.steps:
-        held_s, mean_s = job.undisturbed_s, job.undisturbed_s * job.slowdown
+        undisturbed_s, mean_s = job.undisturbed_s, job.undisturbed_s * job.slowdown
         second += f" ({job.slowdown:.2f} times that, limit {job.limit:g})"
     return [
-        _predicted_and_measured(first, seconds, report.predicted.step_s, held_s),
+        _predicted_and_measured(first, seconds, report.predicted.step_s, undisturbed_s),
         _predicted_and_measured(second, seconds, None, mean_s),
     ]
 
@@ -279,6 +279,6 @@ def front_table(found: Front) -> list[Table | str]:
     title = f"{found.target} on {found.ranks} ranks, global batch {found.batch}"
     return [
         filled_table(title, headings, rows),
-        f"One device would take {seconds(found.alone_s)} for the whole batch; plan with "
+        f"One device would take {seconds(found.single_device_s)} for the whole batch; plan with "
         "--amplification-limit to have one of these.",
     ]

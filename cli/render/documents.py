@@ -9,7 +9,7 @@ from rich.table import Table
 from ...planner.cost.collectives import Fabric
 from ...planner.cost.compute import batch_counts, busiest_samples
 from ...planner.explain.compare import policy_words, segment_words
-from ...planner.explain.why import Bottleneck
+from ...planner.explain.why import StepBottleneck
 from ...planner.schema.cluster import LINK_NAMES, Cluster, Node
 from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
@@ -46,7 +46,7 @@ def verdict(plan: Plan) -> str:
     return f"{gain(plan)}; {_proof(plan)}."
 
 
-def bound_sentence(found: Bottleneck) -> str:
+def bound_sentence(found: StepBottleneck) -> str:
     """What bounds the step, and what its user could do about it."""
     where = "" if found.link is None else LINK_NAMES[found.link]
     saved_s = 0.0 if found.faster_s is None else found.step_s - found.faster_s

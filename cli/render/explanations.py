@@ -46,7 +46,7 @@ def explanation_tables(
     anything would buy (of the ``objective`` of the goal)."""
     parts: list[Table | str] = [_units(found, fold=fold), *_words(found)]
     # Without times nothing can be a multiple of one device's.
-    if found.device_time.alone_s:
+    if found.device_time.single_device_s:
         parts.append(_device_time(found.device_time))
     if len(found.limits) > 1:
         rows = [_limit(use) for use in found.limits]
@@ -165,7 +165,7 @@ def _words(found: Explanation) -> Iterator[str]:
 
 def _device_time(found: DeviceTime) -> Table:
     parts = (
-        ("one device, whole batch at once", found.alone_s),
+        ("one device, whole batch at once", found.single_device_s),
         ("smaller or divided shares", found.shares_s),
         ("updates on every device", found.updates_s),
         ("the executor's own work", found.executor_s),
@@ -174,7 +174,11 @@ def _device_time(found: DeviceTime) -> Table:
         ("device time of a step", found.used_s),
     )
     rows = [
-        (what, ("-" if part < 0 else "") + seconds(abs(part)), f"{part / found.alone_s:.2f} x")
+        (
+            what,
+            ("-" if part < 0 else "") + seconds(abs(part)),
+            f"{part / found.single_device_s:.2f} x",
+        )
         for what, part in parts
         if abs(part) > NEGLIGIBLE * found.used_s
     ]

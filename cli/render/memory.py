@@ -24,8 +24,8 @@ def memory_tables(found: MemoryTimeline, *, fold: bool = True) -> list[Table | s
     parts: list[Table | str] = []
     for one in found.timelines:
         peak = one.peak
-        held = sorted(peak.by_class().items(), key=lambda item: -item[1])[:2]
-        most = " and ".join(f"{CLASS_NAMES[name]} {size(count)}" for name, count in held)
+        largest = sorted(peak.by_class().items(), key=lambda item: -item[1])[:2]
+        most = " and ".join(f"{CLASS_NAMES[name]} {size(count)}" for name, count in largest)
         parts.append(_table(found.target, one, fold=fold))
         parts.append(
             f"Most is alive in the {peak.phase} of {peak.unit}: {size(peak.total)} of "

@@ -66,11 +66,11 @@ def _jobs(found: ClusterReport) -> Table:
             )
         )  # fmt: skip
     for b in found.backgrounds:
-        alone = b.alone_samples_s * b.devices
+        plain_samples_s = b.single_device_samples_s * b.devices
         rows.append(
             (
                 f"{b.name}, background", str(b.devices), str(b.batch), "", "",
-                f"{b.samples_per_s:,.1f}", f"{alone:,.1f}", f"{b.share:.2f}",
+                f"{b.samples_per_s:,.1f}", f"{plain_samples_s:,.1f}", f"{b.share:.2f}",
             )
         )  # fmt: skip
     title = "Jobs: foregrounds against data parallelism, backgrounds against themselves alone"

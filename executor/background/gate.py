@@ -87,10 +87,10 @@ class Tally:
         self._last_s = began_s
         self._now = Opening(True, FOREVER)
         self._attached = False
-        self._beside_s = self._beside_open_s = 0.0
-        self._beside_cpu_s = self._cpu_before_s = 0.0
+        self._during_steps_s = self._during_steps_open_s = 0.0
+        self._during_steps_cpu_s = self._cpu_before_s = 0.0
         self._stops = 0
-        self._held_s: dict[str, float] = {}
+        self._stopped_s: dict[str, float] = {}
 
     def turned(
         self, now_s: float, found: Opening, attached: bool, cpu_s: Callable[[], float]
@@ -101,24 +101,24 @@ class Tally:
         open_s = passed_s if self._now.runs else 0.0
         self.open_s += open_s
         if self._attached:
-            self._beside_s += passed_s
-            self._beside_open_s += open_s
+            self._during_steps_s += passed_s
+            self._during_steps_open_s += open_s
             if (why := self._now.why) is not None:
-                self._held_s[why] = self._held_s.get(why, 0.0) + passed_s
+                self._stopped_s[why] = self._stopped_s.get(why, 0.0) + passed_s
         self._stops += attached and self._now.runs and not found.runs
         if attached != self._attached:
             used_s = cpu_s()
-            self._beside_cpu_s = self.beside(used_s).cpu_s
+            self._during_steps_cpu_s = self.during_steps(used_s).cpu_s
             self._cpu_before_s = used_s
         self._last_s, self._now, self._attached = now_s, found, attached
 
-    def beside(self, cpu_s: float) -> Usage:
+    def during_steps(self, cpu_s: float) -> Usage:
         """What it has had beside foregrounds, where it has used ``cpu_s`` in all so far."""
         since_s = max(cpu_s - self._cpu_before_s, 0.0) if self._attached else 0.0
         return Usage(
-            seconds=self._beside_s,
-            open_s=self._beside_open_s,
-            cpu_s=self._beside_cpu_s + since_s,
+            seconds=self._during_steps_s,
+            open_s=self._during_steps_open_s,
+            cpu_s=self._during_steps_cpu_s + since_s,
             stops=self._stops,
-            held_s=dict(self._held_s),
+            stopped_s=dict(self._stopped_s),
         )

@@ -118,10 +118,10 @@ class ShareController:
         self._number = number
         if number > WARM_UP and (held or (is_measured(number) and not free)):
             self._undisturbed.append(seconds)
-        alone_s = self.undisturbed_s
-        if alone_s is None or number <= WARM_UP:
+        undisturbed_s = self.undisturbed_s
+        if undisturbed_s is None or number <= WARM_UP:
             return
-        slowdown = seconds / alone_s
+        slowdown = seconds / undisturbed_s
         if slowdown > self.limit + PAUSE:
             return
         _count(self._all, slowdown)
@@ -142,14 +142,14 @@ class ShareController:
     def overdue_s(self) -> float | None:
         """So long after its beginning a step is past the limit, and its rest must be undisturbed;
         None where that is not known yet."""
-        alone_s = self.undisturbed_s
-        return None if alone_s is None else self.limit * alone_s
+        undisturbed_s = self.undisturbed_s
+        return None if undisturbed_s is None else self.limit * undisturbed_s
 
     def paused_s(self) -> float | None:
         """So long after its beginning a step contains something else; None where that is not known
         yet."""
-        alone_s = self.undisturbed_s
-        return None if alone_s is None else (self.limit + PAUSE) * alone_s
+        undisturbed_s = self.undisturbed_s
+        return None if undisturbed_s is None else (self.limit + PAUSE) * undisturbed_s
 
     def summary(self) -> Summary:
         """What has happened so far; slowdowns are 1 where nothing was counted."""

@@ -205,7 +205,7 @@ class Pacer:
             seconds=now_s - self._started_s,
             open_s=self._tally.open_s,
             cpu_s=cpu_s,
-            beside=self._tally.beside(cpu_s),
+            during_steps=self._tally.during_steps(cpu_s),
             steps=found.steps,
             disturbed=found.disturbed,
             undisturbed_s=found.undisturbed_s,

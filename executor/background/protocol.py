@@ -43,8 +43,8 @@ class Settings(JsonLine):
 class Usage:
     """What a background job has had while a foreground made its steps.
 
-    Of ``seconds`` it was let run for ``open_s``, and was stopped ``stops`` times; ``held_s`` says
-    for how long it was held for each reason (``gate.Hold``). It used ``cpu_s`` of processors
+    Of ``seconds`` it was let run for ``open_s``, and was stopped ``stops`` times;
+    ``stopped_s`` says for how long for each reason (``gate.Hold``). It used ``cpu_s`` of processors
     meanwhile.
     """
 
@@ -52,7 +52,7 @@ class Usage:
     open_s: float = 0.0
     cpu_s: float = 0.0
     stops: int = 0
-    held_s: Mapping[str, float] = field(default_factory=dict)
+    stopped_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class State(JsonLine):
     """A background job as its pacer sees it.
 
     ``ended`` says how, in words, and is empty while it runs. It was let run for ``open_s`` of the
-    ``seconds`` since it started, and has used ``cpu_s`` of processors; ``beside`` is the part of it
-    while a foreground made its steps. That made ``steps`` steps that count, in ``disturbed`` of
-    which the background might run; ``slowdown`` is their mean over ``undisturbed_s``, held ones
-    included.
+    ``seconds`` since it started, and has used ``cpu_s`` of processors; ``during_steps`` is the
+    part of it while a foreground made its steps. That made ``steps`` steps that count, in
+    ``disturbed`` of which the background might run; ``slowdown`` is their mean over
+    ``undisturbed_s``, held ones included.
     """
 
     pid: int
@@ -76,7 +76,7 @@ class State(JsonLine):
     undisturbed_s: float
     slowdown: float
     priority: str
-    beside: Usage = Usage()
+    during_steps: Usage = Usage()
 
 
 VARIABLE = "MESHWRIGHT_BACKGROUND"

@@ -19,7 +19,7 @@ from .groups import World
 from .watchdog import Watchdog
 
 
-class Row(NamedTuple):
+class RankRow(NamedTuple):
     """One rank's header. ``shapes`` is a digest of its inputs' shapes without the batch dim,
     ``mode`` tells training from evaluation."""
 
@@ -29,7 +29,7 @@ class Row(NamedTuple):
     mode: int
 
 
-class Gathered:
+class PendingGather:
     """A vector of each rank, or one of all, on its way."""
 
     def __init__(self, parts: list[Tensor], wait: Callable[[], None] = lambda: None) -> None:
@@ -49,44 +49,44 @@ class Control:
         self.watch = watch
         self.seconds = 0.0
 
-    def gather(self, values: Sequence[float], doing: str, *, whole: bool = True) -> Gathered:
+    def gather(self, values: Sequence[float], doing: str, *, whole: bool = True) -> PendingGather:
         """Starts to show ``values`` (``whole`` numbers or real ones) to every rank."""
         mine = torch.tensor(values, dtype=torch.int64 if whole else torch.float64, device="cpu")
         handle = self.world.control.handle
         if handle is None:
-            return Gathered([mine])
+            return PendingGather([mine])
         parts = [torch.empty_like(mine) for _ in range(self.world.size)]
         self.watch.issued(f"the header of {doing}", self.world.control)
         return self._started(
             dist.all_gather(parts, mine, group=handle, async_op=True), parts, doing
         )
 
-    def all_reduce_max(self, vector: Tensor, doing: str) -> Gathered:
+    def all_reduce_max(self, vector: Tensor, doing: str) -> PendingGather:
         """Starts to reduce ``vector`` to the largest of all ranks, in place."""
         return self._all_reduce(vector, dist.ReduceOp.MAX, f"the vote of {doing}", doing)
 
-    def all_reduce_sum(self, vector: Tensor, doing: str) -> Gathered:
+    def all_reduce_sum(self, vector: Tensor, doing: str) -> PendingGather:
         """Starts to add ``vector`` up over all ranks, in place."""
         return self._all_reduce(vector, dist.ReduceOp.SUM, f"the sum of {doing}", doing)
 
     def _all_reduce(
         self, vector: Tensor, op: dist.ReduceOp.RedOpType, name: str, doing: str
-    ) -> Gathered:
+    ) -> PendingGather:
         handle = self.world.control.handle
         if handle is None:
-            return Gathered([vector])
+            return PendingGather([vector])
         self.watch.issued(name, self.world.control)
         work = dist.all_reduce(vector, op=op, group=handle, async_op=True)
         return self._started(work, [vector], doing)
 
-    def _started(self, work: dist.Work, parts: list[Tensor], doing: str) -> Gathered:
+    def _started(self, work: dist.Work, parts: list[Tensor], doing: str) -> PendingGather:
         # A rank that has all gradients itself never waits for the votes, so the watchdog does.
         self.watch.follow(work, doing)
 
         def wait() -> None:
             self.seconds += self.watch.wait(work, self.world.control, doing)
 
-        return Gathered(parts, wait)
+        return PendingGather(parts, wait)
 
     def agree(self, what: str, digest: int, remedy: str) -> None:
         """Raises ``InputError`` unless every rank has the same digest. Collective."""
@@ -100,22 +100,22 @@ class Control:
 class Header:
     """The headers of all ranks for one forward. ``number`` says which forward that is."""
 
-    def __init__(self, mine: Row, gathered: Gathered, strict: bool) -> None:
+    def __init__(self, mine: RankRow, gathered: PendingGather, strict: bool) -> None:
         self.number = mine.number
         self._gathered = gathered
         self._strict = strict
-        self._rows: list[Row] | None = None
+        self._rows: list[RankRow] | None = None
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RankRow]:
         """One row of each rank. Waits the first time; raises ``RunError`` where they do not fit."""
         if self._rows is None:
-            rows = [Row(*(int(v) for v in row)) for row in self._gathered.rows()]
+            rows = [RankRow(*(int(v) for v in row)) for row in self._gathered.rows()]
             check_rows(rows, strict=self._strict)
             self._rows = rows
         return self._rows
 
 
-def check_rows(rows: Sequence[Row], *, strict: bool) -> None:
+def check_rows(rows: Sequence[RankRow], *, strict: bool) -> None:
     """Raises ``RunError`` unless the ranks are in the same forward; where a unit is divided
     (``strict``), in the same mode and with inputs of the same shapes too."""
     _same(

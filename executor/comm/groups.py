@@ -75,8 +75,8 @@ class World:
     ``redistribution[m]``  the m that divide a unit           what goes into and out of such units
     ``gradients[m]``       those with the same shard (1: all) the exchange of gradients
     ``statistics[m]``      the same                           batch statistics, buffers
-    ``gathers[m]``         the same, if a unit is sharded     chunks that a step has updated
-    ``reads[m]``           the same, if a unit is sharded     what a user asks of a sharded gradient
+    ``updated_chunks[m]``  the same, if a unit is sharded     chunks that a step has updated
+    ``full_gradients[m]``  the same, if a unit is sharded     what a user asks of a sharded gradient
     ``unshards[m]``        the same, if it is fully sharded   parameters for a forward or backward
     ``crossings[span]``    those at a range of positions      samples from one layout to another
     ====================== ================================== ======================================
@@ -94,8 +94,8 @@ class World:
     redistribution: dict[Place, Group] = field(default_factory=dict)
     gradients: dict[Place, Group] = field(default_factory=dict)
     statistics: dict[Place, Group] = field(default_factory=dict)
-    gathers: dict[Place, Group] = field(default_factory=dict)
-    reads: dict[Place, Group] = field(default_factory=dict)
+    updated_chunks: dict[Place, Group] = field(default_factory=dict)
+    full_gradients: dict[Place, Group] = field(default_factory=dict)
     unshards: dict[Place, Group] = field(default_factory=dict)
     crossings: dict[range, Group] = field(default_factory=dict)
 
@@ -141,10 +141,10 @@ def make_world(
         world.gradients[place] = make(f"exchange{short}", same)
         world.statistics[place] = make(f"statistics{short}", same)
         if place in sharded:
-            world.gathers[place] = make(f"parameters{told}", same)
-            world.reads[place] = make(f"reads{told}", same)
+            world.updated_chunks[place] = make(f"updated chunks{told}", same)
+            world.full_gradients[place] = make(f"full gradients{told}", same)
         if place in fully_sharded:
-            world.unshards[place] = make(f"uses{told}", same)
+            world.unshards[place] = make(f"unshards{told}", same)
     if crossing:
         world.crossings[range(size)] = make("redistribution", everyone)
     for layout in subset_layouts:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...planner.schema.layout import Layout
 from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy
 from ...planner.simulate import slicing
-from ...planner.simulate.slicing import Travelling
+from ...planner.simulate.slicing import GradientSize
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
@@ -83,13 +83,13 @@ Votes = Callable[[], "set[GradParam]"]
 
 
 class Bucket:
-    """Gradients that travel together. ``alone``: nobody else holds these slices, so that nothing
-    travels."""
+    """Gradients that travel together. ``single_rank``: nobody else holds these slices, so that
+    nothing travels."""
 
     def __init__(self, params: list[GradParam]) -> None:
         self.params = params
         self.group = params[0].group
-        self.alone = self.group.handle is None
+        self.single_rank = self.group.handle is None
         self.numel = sum(p.parameter.numel() for p in params)
         self.reset()
 
@@ -104,7 +104,7 @@ class Bucket:
     @property
     def sent_bytes(self) -> int:
         """What a ring all-reduce sends of it."""
-        if self.alone:
+        if self.single_rank:
             return 0
         size_bytes = self.numel * self.params[0].parameter.element_size()
         return 2 * (self.group.size - 1) * size_bytes // self.group.size
@@ -112,7 +112,7 @@ class Bucket:
     def fill(self, param: GradParam) -> None:
         """Takes over the parameter's gradient: what has accumulated there, or zeros."""
         self.missing.discard(param)
-        if self.alone:
+        if self.single_rank:
             return
         view, gradient = self._view(param), param.parameter.grad
         if gradient is None:
@@ -123,7 +123,7 @@ class Bucket:
     def launch(self) -> None:
         """Starts the sum over the group. Collective, in bucket order."""
         self.launched = True
-        if not self.alone and self._flat is not None and self.numel:
+        if not self.single_rank and self._flat is not None and self.numel:
             self.work = dist.all_reduce(self._flat, group=self.group.handle, async_op=True)
 
     def average(self) -> None:
@@ -132,7 +132,7 @@ class Bucket:
             self._flat.div_(self.group.size)
 
     def result(self, param: GradParam) -> Tensor:
-        if not self.alone:
+        if not self.single_rank:
             return self._views[param]
         gradient = param.parameter.grad
         return torch.zeros_like(param.parameter) if gradient is None else gradient
@@ -144,13 +144,13 @@ class Bucket:
             start = 0
             for other in self.params:
                 parameter = other.parameter
-                piece = self._flat.narrow(0, start, parameter.numel())
+                own = self._flat.narrow(0, start, parameter.numel())
                 start += parameter.numel()
                 # In the parameter's memory format where that is dense, as autograd does.
                 if parameter.numel() and in_one_piece(parameter):
-                    self._views[other] = piece.as_strided(parameter.shape, parameter.stride())
+                    self._views[other] = own.as_strided(parameter.shape, parameter.stride())
                 else:
-                    self._views[other] = piece.view(parameter.shape)
+                    self._views[other] = own.view(parameter.shape)
         return self._views[param]
 
 
@@ -158,7 +158,7 @@ def make_buckets(params: Sequence[GradParam], message_bytes: int) -> list[Bucket
     """The buckets of parameters in the order of backward, as the planner packs them."""
     # Undivided sizes, so that members with less of a parameter, or nothing, make the same buckets.
     packed = slicing.pack_buckets(
-        (Travelling(p.kind, p.unit, p.full_bytes) for p in params), message_bytes
+        (GradientSize(p.kind, p.unit, p.full_bytes) for p in params), message_bytes
     )
     return [Bucket([params[i] for i in numbers]) for numbers in packed]
 

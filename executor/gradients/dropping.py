@@ -1,13 +1,13 @@
 """Layer dropping: whole parameters skip a step's exchange and accumulate locally (Lee et al.,
 Applied Sciences 10(24):8846, 2020; the full text was not at hand, this follows the abstract).
 
-A piece is one parameter of a unit that the plan drops. The pieces with the largest mean absolute
+Of the parameters of units that the plan drops, those whose gradients have the largest mean absolute
 values are sent, as far as a budget of bytes lasts; the threshold of the paper is the mean at which
 it ends.
 """
 
-# Which pieces are sent is decided alike on all ranks, from what the backward before has left: each
-# piece's mean absolute value, averaged over ranks. That sum travels in the background while the
+# What is sent is decided alike on all ranks, from what the backward before has left: each
+# gradient's mean absolute value, averaged over ranks. That sum travels in the background while the
 # next forward runs, as waiting for the norms of this backward would hold back every gradient until
 # the last is computed.
 
@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.control import Control, Gathered
+from ..comm.control import Control, PendingGather
 from .buckets import GradParam
 from .feedback import LossyGradGroup, l1
 from .slices import Slice
 
 
-class Candidate(NamedTuple):
+class DropCandidate(NamedTuple):
     """A parameter that may be sent: its bytes, the mean absolute value that is expected of its
     accumulated gradient, and for how many backwards it has not been sent."""
 
@@ -36,47 +36,47 @@ class Candidate(NamedTuple):
 
 
 def choose(
-    pieces: Sequence[Candidate], credit_bytes: float, patience: int
+    candidates: Sequence[DropCandidate], credit_bytes: float, patience: int
 ) -> tuple[list[bool], float]:
     """(which are sent, the credit that is left). Those that have waited too long go in any case,
     then the largest means while there is credit."""
     # The last may overdraw it, and the backwards after it pay for that, so that the share that is
     # sent is right over time whatever the sizes.
-    sent = [piece.waited >= patience for piece in pieces]
-    credit = credit_bytes - sum(p.bytes for p, stale in zip(pieces, sent, strict=True) if stale)
-    for i in sorted(range(len(pieces)), key=lambda i: (-pieces[i].mean, i)):
+    sent = [one.waited >= patience for one in candidates]
+    credit = credit_bytes - sum(p.bytes for p, stale in zip(candidates, sent, strict=True) if stale)
+    for i in sorted(range(len(candidates)), key=lambda i: (-candidates[i].mean, i)):
         if credit <= 0:
             break
         if not sent[i]:
             sent[i] = True
-            credit -= pieces[i].bytes
+            credit -= candidates[i].bytes
     return sent, credit
 
 
 class Budget:
-    """The pieces of one ratio, which share a budget. ``fixed`` are sent in every backward."""
+    """The parameters of one ratio, which share a budget. ``fixed`` are sent in every backward."""
 
     def __init__(
-        self, ratio: float, pieces: Sequence[GradParam], fixed: Sequence[GradParam]
+        self, ratio: float, droppable: Sequence[GradParam], fixed: Sequence[GradParam]
     ) -> None:
-        self.pieces = tuple(pieces)
+        self.droppable = tuple(droppable)
         self.credit_bytes = 0.0
-        self._all = sum(p.full_bytes for p in (*pieces, *fixed))
+        self._all = sum(p.full_bytes for p in (*droppable, *fixed))
         self._each = ratio * self._all - sum(p.full_bytes for p in fixed)
 
     def choose(
         self, means: dict[GradParam, float], waited: dict[GradParam, int], patience: int
     ) -> set[GradParam]:
-        """The pieces that are sent in the next backward."""
-        # Debts of stale pieces that no budget could pay must not grow for ever.
+        """The parameters that are sent in the next backward."""
+        # Debts of stale parameters that no budget could pay must not grow for ever.
         credit = max(self.credit_bytes + self._each, -self._all)
-        rows = [Candidate(p.full_bytes, means[p], waited[p]) for p in self.pieces]
+        rows = [DropCandidate(p.full_bytes, means[p], waited[p]) for p in self.droppable]
         sent, self.credit_bytes = choose(rows, credit, patience)
-        return {p for p, goes in zip(self.pieces, sent, strict=True) if goes}
+        return {p for p, goes in zip(self.droppable, sent, strict=True) if goes}
 
 
 class Dropping:
-    """The ranks' agreement on which pieces are sent."""
+    """The ranks' agreement on which parameters are sent."""
 
     name = "dropped"
 
@@ -85,19 +85,19 @@ class Dropping:
     ) -> None:
         self._control, self._patience = control, patience
         params = [param for grad_group in grad_groups for param in grad_group.params]
-        self._pieces = [p for p in params if not p.whole]
+        self._droppable = [p for p in params if not p.whole]
         self._budgets = [
             Budget(
                 ratio,
-                [p for p in self._pieces if p.ratio == ratio],
+                [p for p in self._droppable if p.ratio == ratio],
                 [p for p in params if p.ratio == ratio and p.whole],
             )
-            for ratio in sorted({p.ratio for p in self._pieces})
+            for ratio in sorted({p.ratio for p in self._droppable})
         ]
-        self._waited = dict.fromkeys(self._pieces, 0)
+        self._waited = dict.fromkeys(self._droppable, 0)
         self._sizes: dict[GradParam, float] = {}
-        self._coming: Gathered | None = None
-        self._due = set(self._pieces)  # the first backward sends everything
+        self._coming: PendingGather | None = None
+        self._due = set(self._droppable)  # the first backward sends everything
         for grad_group in grad_groups:
             grad_group.agreement = self
 
@@ -105,7 +105,7 @@ class Dropping:
         return param.whole or param in self._due
 
     def note(self, param: GradParam, expected: float) -> None:
-        """The sum of absolute values that this rank expects of a piece in the next backward."""
+        """The sum of absolute values that this rank expects of a parameter in the next backward."""
         self._sizes[param] = expected
 
     def begin(self) -> None:
@@ -115,18 +115,18 @@ class Dropping:
         self._coming = None
         means = {
             param: math.inf if math.isnan(total) else total / (param.full_numel * param.group.size)
-            for param, total in zip(self._pieces, sums, strict=True)
+            for param, total in zip(self._droppable, sums, strict=True)
         }
         self._due = set()
         for budget in self._budgets:
             self._due |= budget.choose(means, self._waited, self._patience)
 
     def end(self) -> None:
-        if not self._pieces:
+        if not self._droppable:
             return
-        for param in self._pieces:
+        for param in self._droppable:
             self._waited[param] = 0 if param in self._due else self._waited[param] + 1
-        sizes = [self._sizes.get(param, 0.0) for param in self._pieces]
+        sizes = [self._sizes.get(param, 0.0) for param in self._droppable]
         self._sizes.clear()
         vector = torch.tensor(sizes, dtype=torch.float64, device="cpu")
         self._coming = self._control.all_reduce_sum(
@@ -136,21 +136,21 @@ class Dropping:
     def state(self) -> dict[str, Any]:
         self.begin()  # what is on its way would be lost
         return {
-            "due": [p.name for p in self._pieces if p in self._due],
-            "waited": {p.name: self._waited[p] for p in self._pieces},
+            "due": [p.name for p in self._droppable if p in self._due],
+            "waited": {p.name: self._waited[p] for p in self._droppable},
             "credit_bytes": [budget.credit_bytes for budget in self._budgets],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self._coming = None
-        self._due = {p for p in self._pieces if p.name in set(state["due"])}
-        self._waited = {p: int(state["waited"][p.name]) for p in self._pieces}
+        self._due = {p for p in self._droppable if p.name in set(state["due"])}
+        self._waited = {p: int(state["waited"][p.name]) for p in self._droppable}
         for budget, credit in zip(self._budgets, state["credit_bytes"], strict=True):
             budget.credit_bytes = float(credit)
 
 
 class DroppedGradGroup(LossyGradGroup):
-    """Gradients of which only the pieces that are due are sent; the others are held."""
+    """Gradients of which only those that are due are sent; the others are kept as residuals."""
 
     agreement: Dropping
     _kept = torch.empty(0, device="cpu")
@@ -169,22 +169,22 @@ class DroppedGradGroup(LossyGradGroup):
         super().send(number)
 
     def _release(self) -> None:
-        # What was held of the pieces that are due is sent with what is new.
+        # The residual of parameters that are due is sent with what is new.
         for param, feedback in self.feedback.items():
             if self.sends(param):
                 gradient = self.gradients[param]
-                # Nothing of it will be held: the next will be about as large as this one.
+                # Nothing of it will be left: the next will be about as large as this one.
                 self.agreement.note(param, l1(gradient))
                 feedback.take_all(gradient)
 
-    def held_back(self) -> list[Tensor]:
+    def unsent(self) -> list[Tensor]:
         """What waits to be sent."""
-        found = (feedback.held for feedback in self.feedback.values())
-        return [held for held in found if held is not None]
+        found = (feedback.residual for feedback in self.feedback.values())
+        return [residual for residual in found if residual is not None]
 
     def hold(self, param: GradParam) -> None:
         gradient = self.gradients[param]
-        if gradient is self._kept:  # an empty tensor, which stands for what is held already
+        if gradient is self._kept:  # an empty tensor, which stands for what is in the residual
             return
         new = l1(gradient)
         self.agreement.note(param, l1(self.feedback[param].add(gradient)) + new)

@@ -50,8 +50,8 @@ from .slices import GradGroup, Slice, empty_like
 class Lossy:
     """Settings of the exchanges that send a part.
 
-    ``patience``: a piece that was not sent in so many backwards is sent in the next. The share that
-    top-k sends falls from ``first_ratio`` to the plan's exponentially, in ``stages`` of
+    ``patience``: a parameter that was not sent in so many backwards is sent in the next. The share
+    that top-k sends falls from ``first_ratio`` to the plan's exponentially, in ``stages`` of
     ``stage_backwards`` each (Deep Gradient Compression's warm-up, Lin et al., arXiv 1712.01887).
     """
 
@@ -61,45 +61,45 @@ class Lossy:
     stage_backwards: int = 25
 
 
-class Residual:
+class ErrorFeedback:
     """What one parameter's exchange holds back, in a buffer of the gradient's size."""
 
-    _held: Tensor | None = None
+    _residual: Tensor | None = None
 
     @property
-    def held(self) -> Tensor | None:
+    def residual(self) -> Tensor | None:
         """What has not been sent, in the parameter's shape; None where that is nothing."""
-        return self._held
+        return self._residual
 
     def add(self, computed: Tensor, rate: float = 1.0) -> Tensor:
         """Adds ``rate`` times what was computed, and returns what is held now. Takes ``computed``
         over."""
-        if self._held is None:
-            self._held = computed if rate == 1 else computed.mul_(rate)
+        if self._residual is None:
+            self._residual = computed if rate == 1 else computed.mul_(rate)
         else:
-            self._held.add_(computed, alpha=rate)
-        return self._held
+            self._residual.add_(computed, alpha=rate)
+        return self._residual
 
     def take(self, index: Tensor) -> Tensor:
         """Takes the elements at ``index`` (as they lie in memory) out, to be sent."""
-        assert self._held is not None
-        elements = flat(self._held)
+        assert self._residual is not None
+        elements = flat(self._residual)
         taken = elements[index]
         elements[index] = 0
         return taken
 
     def take_all(self, gradient: Tensor) -> None:
         """Takes everything out and adds it to ``gradient``."""
-        if (held := self.held) is not None:
-            gradient.add_(held.to(gradient.device))
+        if (residual := self.residual) is not None:
+            gradient.add_(residual.to(gradient.device))
         self.restore(None)
 
-    def restore(self, held: Tensor | None) -> None:
+    def restore(self, residual: Tensor | None) -> None:
         """Holds that, as after a checkpoint."""
-        self._held = held
+        self._residual = residual
 
 
-class HostMirror(Residual):
+class HostMirror(ErrorFeedback):
     """What is held back lies on the host, in pinned memory where the parameter is on a GPU, and is
     on the device only from ``add`` to ``take``."""
 
@@ -108,7 +108,7 @@ class HostMirror(Residual):
     """The device that it is copied from."""
 
     @property
-    def held(self) -> Tensor | None:
+    def residual(self) -> Tensor | None:
         if self._source is not None and self._source.type == "cuda":
             torch.cuda.synchronize(self._source)  # it may still be on its way
         return self._host
@@ -117,19 +117,19 @@ class HostMirror(Residual):
         if self._host is None:
             self._host = _on_host(computed)
         else:
-            self._held = torch.empty_like(computed).copy_(self._host, non_blocking=True)
+            self._residual = torch.empty_like(computed).copy_(self._host, non_blocking=True)
         return super().add(computed, rate)
 
     def take(self, index: Tensor) -> Tensor:
-        assert self._held is not None
+        assert self._residual is not None
         assert self._host is not None
         taken = super().take(index)
-        self._host.copy_(self._held, non_blocking=True)
-        self._held, self._source = None, taken.device
+        self._host.copy_(self._residual, non_blocking=True)
+        self._residual, self._source = None, taken.device
         return taken
 
-    def restore(self, held: Tensor | None) -> None:
-        self._host = None if held is None else _on_host(held).copy_(held)
+    def restore(self, residual: Tensor | None) -> None:
+        self._host = None if residual is None else _on_host(residual).copy_(residual)
 
 
 def _on_host(like: Tensor) -> Tensor:
@@ -142,12 +142,12 @@ def l1(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(flat(tensor), 1)) if tensor.numel() else 0.0
 
 
-def feedback_of(param: GradParam) -> Residual:
+def feedback_of(param: GradParam) -> ErrorFeedback:
     """Where a parameter's feedback is kept."""
     # A host that is the device needs no copies.
     if param.feedback == "host_mirror" and param.parameter.device.type != "cpu":
         return HostMirror()
-    return Residual()
+    return ErrorFeedback()
 
 
 def folds_at_once(param: GradParam) -> bool:
@@ -188,8 +188,8 @@ def replace_impossible_mirrors(
 ) -> list[GradParam]:
     """The parameters; those whose mirror could not be updated hold back gradients instead: what the
     optimizer does not hold, and parameters that do not lie in one piece."""
-    held = parameters_of(optimizer)
-    loose = [p for p in params if mirrors(p) and p.parameter not in held]
+    residual = parameters_of(optimizer)
+    loose = [p for p in params if mirrors(p) and p.parameter not in residual]
     if loose:
         warnings.warn(
             f"the plan mirrors {loose[0].name!r}, which the optimizer that was passed along does "
@@ -209,45 +209,47 @@ class LossyGradGroup(GradGroup):
 
     def __init__(self, unit: int, params: Sequence[GradParam], message_bytes: int) -> None:
         super().__init__(unit, params, message_bytes)
-        self.feedback: dict[GradParam, Residual] = {
+        self.feedback: dict[GradParam, ErrorFeedback] = {
             p: feedback_of(p) for p in params if not p.whole
         }
 
     def _cut(self, message_bytes: int) -> list[Slice]:
         sizes, whole = [p.shared_bytes for p in self.params], [p.whole for p in self.params]
-        cuts = slicing.cut_lossy(self.params[0].exchange, sizes, whole, message_bytes)
-        return [self._slice([self.params[i] for i in c.parameters], c) for c in cuts]
+        specs = slicing.cut_lossy(self.params[0].exchange, sizes, whole, message_bytes)
+        return [self._slice([self.params[i] for i in spec.parameters], spec) for spec in specs]
 
-    def _slice(self, params: Sequence[GradParam], cut: SliceSpec) -> Slice:
-        return Slice(params, cut)
+    def _slice(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
+        return Slice(params, slice_spec)
 
     def holds(self, param: GradParam) -> bool:
         feedback = self.feedback.get(param)
-        return feedback is not None and feedback.held is not None and bool(feedback.held.any())
+        return (
+            feedback is not None and feedback.residual is not None and bool(feedback.residual.any())
+        )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies of what is held, by parameter."""
         return {
-            param.name: {_held_as(param): held.clone()}
+            param.name: {_saved_as(param): residual.clone()}
             for param, feedback in self.feedback.items()
-            if (held := feedback.held) is not None
+            if (residual := feedback.residual) is not None
         }
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Holds what a ``state`` of the same parameters says."""
         for param, feedback in self.feedback.items():
             saved = state.get(param.name, {})
-            strange = {"residual", "mirror"} & set(saved) - {_held_as(param)}
+            strange = {"residual", "mirror"} & set(saved) - {_saved_as(param)}
             if strange:
                 raise InputError(
                     f"the exchange state has a {strange.pop()} of {param.name!r} and the plan "
-                    f"keeps a {_held_as(param)}: load it under the plan that saved it"
+                    f"keeps a {_saved_as(param)}: load it under the plan that saved it"
                 )
-            held = saved.get(_held_as(param))
-            feedback.restore(None if held is None else in_format_of(param, held))
+            residual = saved.get(_saved_as(param))
+            feedback.restore(None if residual is None else in_format_of(param, residual))
 
 
-def _held_as(param: GradParam) -> str:
+def _saved_as(param: GradParam) -> str:
     # Gradients are saved alike wherever they were held; updates are something else.
     return "mirror" if mirrors(param) else "residual"
 

@@ -27,15 +27,15 @@ from .pending import WaitingGradient, bare, vacating
 @dataclass(frozen=True, eq=False)
 class Channels:
     """The process groups of sharded parameters besides that of their gradients, among the same
-    peers: ``gathers`` for updated parameters, ``reads`` for what a user asks of a gradient,
-    ``unshards`` for parameters that are put together for each unit that needs them.
+    peers: ``updated_chunks`` for updated parameters, ``full_gradients`` for what a user asks of a
+    gradient, ``unshards`` for parameters that are put together for each unit that needs them.
 
     ``members`` combines figures of all who hold elements of the parameter: the peers, and where it
     is divided the members of each peer's group too.
     """
 
-    gathers: Group
-    reads: Group
+    updated_chunks: Group
+    full_gradients: Group
     members: Members
     watch: Watchdog
     unshards: Group | None = None
@@ -107,7 +107,7 @@ class FlatShardSpec:
 
     def _check_same(self) -> None:
         # All peers must ask for the same parameter, or what they send would be mixed up.
-        device = "cuda" if self.channels.reads.on_stream else "cpu"
+        device = "cuda" if self.channels.full_gradients.on_stream else "cpu"
         own = torch.tensor([digest(self.name)], dtype=torch.int64, device=device)
         names = [torch.empty_like(own) for _ in range(self.peers)]
         self._gather(names, own)
@@ -126,11 +126,11 @@ class FlatShardSpec:
             f"putting {self.name!r} together, whose elements are shared among the ranks (read "
             "gradients on all of them)"
         )
-        reads, watch = self.channels.reads, self.channels.watch
-        watch.issued(doing, reads)
+        full_gradients, watch = self.channels.full_gradients, self.channels.watch
+        watch.issued(doing, full_gradients)
         *theirs, mine = buffers = [alias_for_comm(as_bytes(t)) for t in (*rows, own)]
-        work = dist.all_gather(theirs, mine, group=reads.handle, async_op=True)
-        watch.wait(work, reads, doing)
+        work = dist.all_gather(theirs, mine, group=full_gradients.handle, async_op=True)
+        watch.wait(work, full_gradients, doing)
         release_comm_buffers(buffers)
 
 

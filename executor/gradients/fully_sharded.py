@@ -37,7 +37,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
         # Of their own, on another process group: the gradients of the last backward may still be on
         # their way while the parameters are put together.
         self.unshard_slices = tuple(
-            ShardedSlice(s.params, s.cut, channels.unshards) for s in self.slices
+            ShardedSlice(s.params, s.slice_spec, channels.unshards) for s in self.slices
         )
         self.resident, self.coming = True, False
         self.exposed = True
@@ -97,7 +97,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
             for param in self.params:
                 data = bare(param.parameter)
                 resize(data, data.numel())
-            wholes = {e: flat(bare(e.parameter)) for e in self.params}
+            wholes = {p: flat(bare(p.parameter)) for p in self.params}
             for one in self.unshard_slices:
                 one.gather(wholes, self.chunks)
             self._issued.set_result(None)

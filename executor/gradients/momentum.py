@@ -81,13 +81,18 @@ class Momentum:
         return parameter in self.groups and bool(self.groups[parameter]["momentum"])
 
     def gather(
-        self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor, *, fresh: bool
+        self,
+        parameter: nn.Parameter,
+        velocity: Tensor | None,
+        gradient: Tensor,
+        *,
+        first_of_step: bool,
     ) -> Tensor | None:
-        """The velocity with a gradient that others of the same step will be added to; ``fresh`` for
-        the first. None where their sum is needed by itself."""
+        """The velocity with a gradient that others of the same step will be added to;
+        ``first_of_step`` for the first. None where their sum is needed by itself."""
         if self.groups[parameter]["nesterov"]:
             return None
-        return self._gathered(parameter, velocity, gradient, fresh=fresh)
+        return self._gathered(parameter, velocity, gradient, first_of_step=first_of_step)
 
     def advance(
         self,
@@ -95,11 +100,11 @@ class Momentum:
         velocity: Tensor | None,
         gradient: Tensor,
         *,
-        fresh: bool = True,
+        first_of_step: bool = True,
     ) -> tuple[Tensor | None, Tensor]:
         """(the new velocity u, None without momentum; what is to be applied) after one more
-        gradient; all of a shape. Takes ``gradient`` over. ``fresh`` unless others of this step were
-        gathered."""
+        gradient; all of a shape. Takes ``gradient`` over. ``first_of_step`` unless others of this
+        step were gathered."""
         group = self.groups[parameter]
         if group["weight_decay"]:
             # The optimizer turns the sign of what it gets where it maximises.
@@ -107,13 +112,18 @@ class Momentum:
             gradient.add_(parameter.detach(), alpha=rate)
         if not group["momentum"]:
             return None, gradient
-        velocity = self._gathered(parameter, velocity, gradient, fresh=fresh)
+        velocity = self._gathered(parameter, velocity, gradient, first_of_step=first_of_step)
         if group["nesterov"]:
             return velocity, gradient.add_(velocity, alpha=group["momentum"])
         return velocity, gradient.copy_(velocity)
 
     def _gathered(
-        self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor, *, fresh: bool
+        self,
+        parameter: nn.Parameter,
+        velocity: Tensor | None,
+        gradient: Tensor,
+        *,
+        first_of_step: bool,
     ) -> Tensor:
         group = self.groups[parameter]
         if velocity is None:
@@ -122,7 +132,7 @@ class Momentum:
             known = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
             if known is not None:
                 velocity.copy_(known).mul_(-1 if group["maximize"] else 1)
-        return velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
+        return velocity.mul_(group["momentum"] if first_of_step else 1).add_(gradient)
 
     def without_momentum(self, groups: Groups) -> Groups:
         """The optimizer's groups, parted so that those corrected have no momentum of their own."""

@@ -17,7 +17,7 @@ import torch
 
 from ...planner.schema.plan import Plan
 from ...planner.simulate.slicing import ReadyGroup, SendSlot, send_order
-from ..comm.control import Control, Gathered
+from ..comm.control import Control, PendingGather
 from .release import place_released
 from .slices import GradGroup
 
@@ -45,7 +45,7 @@ class Orders:
     measured: bool = True
 
 
-class Order:
+class SendOrder:
     """The order that is in force, the same on all ranks."""
 
     def __init__(self, orders: Orders, grad_groups: Sequence[GradGroup], control: Control) -> None:
@@ -53,7 +53,7 @@ class Order:
         self._seconds = _planned_seconds(orders.plan, grad_groups)
         self._ready: deque[list[float]] = deque(maxlen=KEPT)
         self._rates: deque[float] = deque(maxlen=KEPT)
-        self._coming: Gathered | None = None
+        self._coming: PendingGather | None = None
         self._number = 0
         self._left: dict[GradGroup, int] = {}
         self._end_s = 0.0

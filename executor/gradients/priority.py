@@ -13,13 +13,15 @@ ends. The library then carries them in that order, while the next forward waits 
 #   hooks of parameters, from ``foresee`` and from ``end``. Nobody else, so all of a step's slices
 #   have been issued when backward is over, and a rank can wait for its parameters (to save them,
 #   say) without any other rank's help;
-# - updated chunks of sharded parameters (``Channels.gathers``): the pipeline's thread, or on NCCL
+# - updated chunks of sharded parameters (``Channels.updated_chunks``): the pipeline's thread, or on
+# NCCL
 #   and with a gradient scaler the thread that trains ([Note: Sharded steps pipeline] in
 #   sharded.py);
 # - parameters that are whole only while they are used (``Channels.unshards``): one ``IssueQueue``,
 #   in the order of use, which issues from the thread that uses them or, while their chunk waits for
 #   its update, from one of its own ([Note: Unshard and reshard] in unshard.py);
-# - what a user asks of a sharded gradient (``Channels.reads``): the thread that asks, which must
+# - what a user asks of a sharded gradient (``Channels.full_gradients``): the thread that asks,
+# which must
 #   then ask on all ranks;
 # - votes, agreements and forwards' headers: ``Control``, from the thread that trains.
 #
@@ -48,7 +50,7 @@ from .dropping import DroppedGradGroup, Dropping
 from .feedback import Lossy, hand_over
 from .flat_shard import ShardedGradient
 from .fully_sharded import FullyShardedGradGroup
-from .order import Order, Orders
+from .order import Orders, SendOrder
 from .pending import WaitingGradient, vacating, weakly
 from .release import Release
 from .sharded import ShardedGradGroup, ShardedStepPipeline
@@ -106,7 +108,7 @@ class PriorityExchange(Exchange):
         }
         self.release = Release(self.grad_groups)
         self._waited_s = 0.0
-        self._orders = Order(orders, self.grad_groups, control)
+        self._orders = SendOrder(orders, self.grad_groups, control)
         self._watch, self._issued = watch, issued
         self._next = 0
         self._start_s = 0.0
@@ -274,10 +276,10 @@ class PriorityExchange(Exchange):
 
     def _take_unused(self, param: GradParam) -> None:
         # A copy, as what is in ``grad`` may have to stay as it is.
-        held = as_sent(param)
+        gradient = as_sent(param)
         self._unused.add(param)
         self.group_of[param].idle.add(param)
-        self._take(param, held.clone() if held is param.parameter.grad else held)
+        self._take(param, gradient.clone() if gradient is param.parameter.grad else gradient)
 
     def _check_votes(self) -> set[GradParam]:
         votes, self._votes = self._votes, None

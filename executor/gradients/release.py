@@ -82,20 +82,20 @@ class EarlyUpdates:
                 "exchanges (no_sync and micro_batches add up), or plan with --forbid early-release"
             )
 
-    def update(self, entries: Sequence[GradParam]) -> None:
-        """Applies and frees the gradients of those entries that are the optimizer's."""
-        held = parameters_of(self._optimizer)
-        own = [entry for entry in entries if entry.parameter in held]
+    def update(self, params: Sequence[GradParam]) -> None:
+        """Applies and frees the gradients of those parameters that are the optimizer's."""
+        optimized = parameters_of(self._optimizer)
+        own = [param for param in params if param.parameter in optimized]
         if not own:
             return
         if not self._updated:
             self._settings = _settings(self._optimizer)
         # The state that the optimizer makes here outlives this backward.
         with torch.inference_mode(False), torch.no_grad():
-            self._apply([entry.parameter for entry in own])
-        for entry in own:
-            self._updated.add(entry.parameter)
-            entry.parameter.grad = ReleasedGradient.of(entry.parameter, entry.name)
+            self._apply([param.parameter for param in own])
+        for param in own:
+            self._updated.add(param.parameter)
+            param.parameter.grad = ReleasedGradient.of(param.parameter, param.name)
 
     def end(self, *, closure: bool, scaled: bool) -> None:
         """The step after a backward: it must be as gradients were applied."""

@@ -238,7 +238,7 @@ def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
         state[prefix + leaf] = parameter  # which torch copies onto itself: nothing is left to do
 
 
-def held_parameters(model: nn.Module) -> list[Tensor]:
+def resident_parameters(model: nn.Module) -> list[Tensor]:
     """What this rank has in memory of a model's parameters now: chunks, and what is whole."""
     sharded = (sharded_param(parameter) for parameter in model.parameters())
     chunks = [param.peek() for param in sharded if param is not None]

@@ -47,8 +47,8 @@ def shard(
 ) -> list[GradParam]:
     """The parameters, sharded ones with their channels; those that cannot be are dense."""
     # Of what another optimizer holds, or none, whoever updates it would see this rank's chunk only.
-    held = parameters_of(optimizer)
-    loose = [e.name for e in params if e.exchange in SHARDING and e.parameter not in held]
+    optimized = parameters_of(optimizer)
+    loose = [p.name for p in params if p.exchange in SHARDING and p.parameter not in optimized]
     if loose:
         warnings.warn(
             f"the plan shards the exchange of {loose[0]!r} and no optimizer that updates it was "
@@ -59,7 +59,7 @@ def shard(
     found = []
     for param in params:
         if param.exchange in SHARDING:
-            shared = _with_channels(param, world, watch) if param.parameter in held else None
+            shared = _with_channels(param, world, watch) if param.parameter in optimized else None
             param = shared or replace(param, exchange="dense")
         found.append(param)
     return found
@@ -72,14 +72,17 @@ def _with_channels(param: GradParam, world: World, watch: Watchdog) -> GradParam
     if param.group.handle is None or not in_one_piece(param.parameter):
         return None
     place = param.layout or param.degree
-    reads = world.reads[place]
-    members = Members(reads, watch)
+    full_gradients = world.full_gradients[place]
+    members = Members(full_gradients, watch)
     if param.layout is not None:  # who has nothing of it asks for norms too
         members = Members(world.crossings[range(world.size)], watch)
     elif param.degree > 1:
-        members = AllMembers(reads, world.redistribution[place], watch)
+        members = AllMembers(full_gradients, world.redistribution[place], watch)
     unshards = world.unshards.get(place)
-    return replace(param, channels=Channels(world.gathers[place], reads, members, watch, unshards))
+    return replace(
+        param,
+        channels=Channels(world.updated_chunks[place], full_gradients, members, watch, unshards),
+    )
 
 
 class ParamSlice:
@@ -89,10 +92,10 @@ class ParamSlice:
     rank's are in its chunk.
     """
 
-    def __init__(self, param: GradParam, cut: SliceSpec, column: int) -> None:
+    def __init__(self, param: GradParam, slice_spec: SliceSpec, column: int) -> None:
         self.param, self.spec = param, flat_shard_spec(param)
         chunk, owned = self.spec.chunk_numel, self.spec.own_numel
-        self.start, self.stop = (chunk * (cut.part + i) // cut.parts for i in (0, 1))
+        self.start, self.stop = (chunk * (slice_spec.part + i) // slice_spec.parts for i in (0, 1))
         self.own = slice(min(self.start, owned), min(self.stop, owned))
         self.columns = slice(column, column + self.stop - self.start)
 
@@ -130,19 +133,19 @@ class ShardedSlice(Slice):
     """Two collectives: gradients to the peers who own their elements, parameters from them."""
 
     def __init__(
-        self, params: Sequence[GradParam], cut: SliceSpec, gather_group: Group | None = None
+        self, params: Sequence[GradParam], slice_spec: SliceSpec, gather_group: Group | None = None
     ) -> None:
-        super().__init__(params, cut)
+        super().__init__(params, slice_spec)
         self.group = params[0].group
         self.param_slices: list[ParamSlice] = []
         self.width = 0
         """The elements of a peer."""
         for param in params:
-            self.param_slices.append(ParamSlice(param, cut, self.width))
+            self.param_slices.append(ParamSlice(param, slice_spec, self.width))
             self.width = self.param_slices[-1].columns.stop
         channels = params[0].channels
         assert channels is not None
-        self.gather_group = gather_group or channels.gathers
+        self.gather_group = gather_group or channels.updated_chunks
         self._packed: Tensor | None = None
         """What the other peers get, a row for each."""
         self._gathered: list[Tensor] = []

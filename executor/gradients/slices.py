@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...planner.schema.plan import SHARDING, ExchangePolicy
 from ...planner.simulate import slicing
-from ...planner.simulate.slicing import SliceSpec, Travelling
+from ...planner.simulate.slicing import GradientSize, SliceSpec
 from ..comm.buffers import alias_for_comm, release_comm_buffers
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import abandon
@@ -23,9 +23,9 @@ from .pending import bare
 class Slice:
     """One collective: a part of a large gradient where it lies, or copies of small ones."""
 
-    def __init__(self, params: Sequence[GradParam], cut: SliceSpec) -> None:
+    def __init__(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> None:
         self.params = tuple(params)
-        self.cut = cut
+        self.slice_spec = slice_spec
         self.work: dist.Work | None = None
         self._wire: Tensor | None = None
         self._comm_tensors: list[Tensor] = []  # what the library has
@@ -41,12 +41,12 @@ class Slice:
     def bytes(self) -> int:
         """Its size on this rank, as that of an all-reduce which takes as long."""
         numel = sum(p.parameter.numel() for p in self.params)
-        return numel * self.params[0].parameter.element_size() // self.cut.parts
+        return numel * self.params[0].parameter.element_size() // self.slice_spec.parts
 
     @property
     def shared_bytes(self) -> int:
         """Its size for ordering: the same number on all ranks, whatever each holds."""
-        share = sum(p.shared_bytes for p in self.params) // self.cut.parts
+        share = sum(p.shared_bytes for p in self.params) // self.slice_spec.parts
         # Of an all-reduce that takes as long as the way of gradients to those who own elements.
         return share // 2 if self.params[0].exchange in SHARDING else share
 
@@ -63,7 +63,7 @@ class Slice:
         if len(flats) > 1:
             self._wire = torch.cat(flats)
         else:
-            numel, part, parts = flats[0].numel(), self.cut.part, self.cut.parts
+            numel, part, parts = flats[0].numel(), self.slice_spec.part, self.slice_spec.parts
             self._wire = flats[0][numel * part // parts : numel * (part + 1) // parts]
         self._arrived = False
         if group.handle is not None and self._wire.numel():
@@ -120,8 +120,8 @@ class GradGroup:
 
     def _cut(self, message_bytes: int) -> list[Slice]:
         # Cut by shares of the undivided size, so that all members have as many slices.
-        cuts = slicing.cut([p.shared_bytes for p in self.params], message_bytes)
-        return [self.slice_class([self.params[i] for i in c.parameters], c) for c in cuts]
+        specs = slicing.cut([p.shared_bytes for p in self.params], message_bytes)
+        return [self.slice_class([self.params[i] for i in spec.parameters], spec) for spec in specs]
 
     @property
     def full(self) -> bool:
@@ -217,7 +217,7 @@ def make_grad_groups(
     """The groups in forward order, each with its parameters in the order of backward, as the
     planner packs them; ``kinds`` says which class carries out a policy."""
     every = list(params)  # the last unit comes first
-    packed = slicing.pack_units(Travelling(p.kind, p.unit, p.shared_bytes) for p in every)
+    packed = slicing.pack_units(GradientSize(p.kind, p.unit, p.shared_bytes) for p in every)
     found = []
     for numbers in packed:
         mine = [every[i] for i in numbers]

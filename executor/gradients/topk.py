@@ -277,9 +277,9 @@ class TopkGradGroup(LossyGradGroup):
         self._absorbed: set[GradParam] = set()
         """The parameters that backwards before this one have added to without an exchange."""
 
-    def _slice(self, params: Sequence[GradParam], cut: SliceSpec) -> Slice:
+    def _slice(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
         if params[0].whole:
-            return Slice(params, cut)
+            return Slice(params, slice_spec)
         one = TopkSlice(params[0])
         one.expect(params[0].ratio)
         return one
@@ -303,8 +303,8 @@ class TopkGradGroup(LossyGradGroup):
         assert number == self.sent, "slices of a group leave in their order"
         self.sent += 1
         (param,) = one.params
-        picks = self._chosen.pop(param, None)
-        one.send_elements(*(picks or self._choose(param, self.gradients[param].clone(), 1.0)))
+        chosen = self._chosen.pop(param, None)
+        one.send_elements(*(chosen or self._choose(param, self.gradients[param].clone(), 1.0)))
 
     def absorb(self, param: GradParam, gradient: Tensor) -> bool:
         # Only where that is the same as to take it in with the last.
@@ -314,8 +314,10 @@ class TopkGradGroup(LossyGradGroup):
         gradient = gradient.as_subclass(Tensor)
         if momentum is not None and momentum.gathers(param.parameter):
             known = self.velocities.get(param)
-            fresh = param not in self._absorbed
-            velocity = momentum.gather(param.parameter, known, gradient, fresh=fresh)
+            first_of_step = param not in self._absorbed
+            velocity = momentum.gather(
+                param.parameter, known, gradient, first_of_step=first_of_step
+            )
             if velocity is None:
                 return False
             self.velocities[param] = velocity
@@ -344,10 +346,10 @@ class TopkGradGroup(LossyGradGroup):
     def _choose(self, param: GradParam, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor]:
         """The values and the numbers of what is sent of a parameter. Takes ``gradient`` over."""
         new, velocity = self._new(param, gradient)
-        held = self.feedback[param].add(new, rate)
-        index = largest(flat(held), topk_elements(held.numel(), self.topk.share(param)))
+        residual = self.feedback[param].add(new, rate)
+        index = largest(flat(residual), topk_elements(residual.numel(), self.topk.share(param)))
         values = self.feedback[param].take(index)
-        if velocity is not None and held is not new:  # where it is, nothing was held before
+        if velocity is not None and residual is not new:  # where it is, nothing was held before
             delayed = values != flat(new)[index].mul_(rate)
             flat(velocity).index_fill_(0, index[delayed], 0)
         return values, index
@@ -357,13 +359,15 @@ class TopkGradGroup(LossyGradGroup):
         if there is one)."""
         momentum = self.topk.momentum
         # What this rank has not used leaves its velocity alone, as torch's SGD does without a grad.
-        fresh = param not in self._absorbed
+        first_of_step = param not in self._absorbed
         self._absorbed.discard(param)
-        unused = param in self.idle and fresh
+        unused = param in self.idle and first_of_step
         if momentum is None or unused or param.parameter not in momentum.groups:
             return gradient, None
         known = self.velocities.get(param)
-        velocity, new = momentum.advance(param.parameter, known, gradient, fresh=fresh)
+        velocity, new = momentum.advance(
+            param.parameter, known, gradient, first_of_step=first_of_step
+        )
         if velocity is not None:
             self.velocities[param] = velocity
         return new, velocity

@@ -149,16 +149,16 @@ def sentence(state: State, limit: float) -> str:
 
 
 def _had(state: State) -> str:
-    beside = state.beside
-    if not beside.seconds:
+    usage = state.during_steps
+    if not usage.seconds:
         return f"no step of a plan ran beside it; it used {state.cpu_s:.1f} s of CPU"
-    shares = {why: beside.held_s.get(why, 0.0) / beside.seconds for why in _TO}
+    shares = {why: usage.stopped_s.get(why, 0.0) / usage.seconds for why in _TO}
     held = [f"{share:.0%} {_TO[why]}" for why, share in shares.items() if share >= 0.005]
     return (
-        f"in the {beside.seconds:.1f} s beside the run it was let run "
-        f"{beside.open_s / beside.seconds:.0%} of the time ({state.priority}) and used "
-        f"{beside.cpu_s:.1f} s of CPU; it was stopped {beside.stops} "
-        + ("time" if beside.stops == 1 else "times")
+        f"in the {usage.seconds:.1f} s beside the run it was let run "
+        f"{usage.open_s / usage.seconds:.0%} of the time ({state.priority}) and used "
+        f"{usage.cpu_s:.1f} s of CPU; it was stopped {usage.stops} "
+        + ("time" if usage.stops == 1 else "times")
         + (f", held {', '.join(held)}" if held else "")
     )
 
@@ -175,17 +175,17 @@ def _cost(state: State, limit: float) -> str:
 def hardly_ran(state: State, limit: float) -> str | None:
     """Why a background job hardly ran beside the foreground, and what would let it run more; None
     where it ran, or has ended by itself."""
-    beside = state.beside
-    if state.ended or not beside.seconds or beside.cpu_s >= HARDLY * beside.seconds:
+    usage = state.during_steps
+    if state.ended or not usage.seconds or usage.cpu_s >= HARDLY * usage.seconds:
         return None
-    used = f"the background hardly ran ({beside.cpu_s:.2f} s of CPU in {beside.seconds:.1f} s)"
-    if beside.open_s >= HARDLY * beside.seconds or not beside.held_s:
+    used = f"the background hardly ran ({usage.cpu_s:.2f} s of CPU in {usage.seconds:.1f} s)"
+    if usage.open_s >= HARDLY * usage.seconds or not usage.stopped_s:
         return (
             f"{used}, although it was let run: the processors had no time left for the lowest "
             "priority, or it waited for something itself; start fewer ranks or threads here, or "
             "look into its output"
         )
-    reason = max(beside.held_s, key=lambda why: beside.held_s[why])
+    reason = max(usage.stopped_s, key=lambda why: usage.stopped_s[why])
     return f"{used}: {_remedy(Hold(reason), limit)}"
 
 

@@ -44,7 +44,7 @@ class RankFigures(Record, frozen=True, kw_only=True):
 
 def background_figures(state: State, limit: float) -> BackgroundFigures:
     """The figures that a report has of a background job which was held to that limit."""
-    beside = state.beside
+    usage = state.during_steps
 
     def part(seconds: float, of_s: float) -> float:
         return min(seconds / of_s, 1.0) if of_s else 0.0
@@ -52,11 +52,11 @@ def background_figures(state: State, limit: float) -> BackgroundFigures:
     return BackgroundFigures(
         open_share=part(state.open_s, state.seconds),
         cpu_s=state.cpu_s,
-        beside_s=beside.seconds,
-        beside_open_share=part(beside.open_s, beside.seconds),
-        beside_cpu_s=beside.cpu_s,
-        stops=beside.stops,
-        held_shares={str(why): part(s, beside.seconds) for why, s in beside.held_s.items()},
+        during_steps_s=usage.seconds,
+        during_steps_open_share=part(usage.open_s, usage.seconds),
+        during_steps_cpu_s=usage.cpu_s,
+        stops=usage.stops,
+        stopped_shares={str(why): part(s, usage.seconds) for why, s in usage.stopped_s.items()},
         steps=state.steps,
         slowdown=state.slowdown,
         undisturbed_s=state.undisturbed_s,
@@ -99,7 +99,7 @@ def _report(plan: Plan, steps: int, measured: Figures) -> RunReport:
     )
 
 
-class _Recorder:
+class _StepRecorder:
     """Notes the time and the waits at the end of every optimizer step of one model."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -140,7 +140,7 @@ def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Non
     folder = os.environ.get(REPORT_VARIABLE)
     if not folder:
         return
-    recorder = _Recorder(model, optimizer)
+    recorder = _StepRecorder(model, optimizer)
 
     def leave() -> None:
         found = recorder.figures()

@@ -22,7 +22,7 @@ from ...planner.schema.precision import is_scaled
 from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
 from ..gradients.dropping import DroppedGradGroup
-from ..gradients.reshard import held_parameters
+from ..gradients.reshard import resident_parameters
 from ..micro import micro_batches
 from ..parallel import is_parallel, run_of
 from ..run import Run
@@ -203,12 +203,12 @@ def optimizer_for(goal: Goal, parameters: object, rate: float = 1e-3) -> torch.o
 def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """What lives from step to step."""
     # One by one: a list would keep what is held back of gradients beyond the step that sends it.
-    yield from held_parameters(workload.model)
+    yield from resident_parameters(workload.model)
     yield from workload.model.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
     for group in _dropped_groups(run_of(workload.model)):
-        yield from group.held_back()
+        yield from group.unsent()
 
 
 def _now(device: torch.device) -> float:

@@ -90,8 +90,8 @@ def install_memory(
     host = offloading.host_of(device) if offloaded else None
     offload = Offload(host, current_forward) if host is not None else None
     # Units without modules have nothing to do again.
-    alone = [u for u in plan.units if not u.segment and u.memory != "keep" and u.modules]
-    named = [(unit.name, unit.modules, unit.memory) for unit in alone]
+    unsegmented = [u for u in plan.units if not u.segment and u.memory != "keep" and u.modules]
+    named = [(unit.name, unit.modules, unit.memory) for unit in unsegmented]
     named += [(units[0].name, segment, "recompute") for segment, units in _segments(plan)]
     for name, modules, memory in named:
         region = Region(name, [model.get_submodule(path) for path in modules])

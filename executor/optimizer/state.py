@@ -39,10 +39,10 @@ def check(optimizer: torch.optim.Optimizer, divided: set[nn.Parameter], *, shard
     """Refuses optimizers that look at whole matrices where the plan divides them, and warns of
     those that are not known. Where it ``sharded`` an exchange, those are refused as well.
     """
-    held = parameters_of(optimizer)
+    optimized = parameters_of(optimizer)
     name = type(optimizer).__name__
     names = {cls.__name__ for cls in type(optimizer).__mro__ if _of_torch(cls)}
-    if held & divided and not names & set(ELEMENTWISE):
+    if optimized & divided and not names & set(ELEMENTWISE):
         if _of_torch(type(optimizer)):
             raise InputError(
                 f"optimizer {name} looks at whole parameters and the plan divides some: use one "

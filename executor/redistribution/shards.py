@@ -303,22 +303,22 @@ def install(model: nn.Module, shards: dict[str, Shard]) -> None:
     for name, shard in shards.items():
         path, _, leaf = name.rpartition(".")
         owned.setdefault(path, {})[leaf] = shard
-    for path, entries in owned.items():
-        _install_on(model.get_submodule(path), entries)
+    for path, shards in owned.items():
+        _install_on(model.get_submodule(path), shards)
 
 
-def _install_on(module: nn.Module, entries: dict[str, Shard]) -> None:
+def _install_on(module: nn.Module, shards: dict[str, Shard]) -> None:
     # Closures, as at the ends of units: ``copy.deepcopy`` of a module takes functions as they
     # are, and would copy what a bound method or a partial holds, down to process groups.
     def describe(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for leaf, shard in entries.items():
+        for leaf, shard in shards.items():
             value = state.get(prefix + leaf)
             # ``keep_vars`` asks for the parameters themselves.
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter | LocalPart):
                 state[prefix + leaf] = shard.describe(value)
 
     def accept(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for leaf, shard in entries.items():
+        for leaf, shard in shards.items():
             value = state.get(prefix + leaf)
             if isinstance(value, Tensor) and not isinstance(value, LocalPart):
                 state[prefix + leaf] = shard.accept(value)

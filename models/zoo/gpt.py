@@ -15,7 +15,7 @@ from ..workload import Workload
 from .data import BYTES, next_symbol_workload
 
 
-class Shape(NamedTuple):
+class GPTShape(NamedTuple):
     """Sizes of a model; ``length`` is the longest sequence, and that of every batch."""
 
     vocabulary: int
@@ -26,9 +26,9 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "gpt-tiny": Shape(BYTES, length=32, width=64, layers=2, heads=4),
-    "gpt-mini": Shape(BYTES, length=128, width=256, layers=6, heads=8),
-    "gpt-small": Shape(50257, length=1024, width=768, layers=12, heads=12),
+    "gpt-tiny": GPTShape(BYTES, length=32, width=64, layers=2, heads=4),
+    "gpt-mini": GPTShape(BYTES, length=128, width=256, layers=6, heads=8),
+    "gpt-small": GPTShape(50257, length=1024, width=768, layers=12, heads=12),
 }
 
 
@@ -93,7 +93,7 @@ class GPT(nn.Module):
     ``lm_head`` and ``wte`` share one weight.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.wte = nn.Embedding(shape.vocabulary, shape.width)
         self.wpe = nn.Embedding(shape.length, shape.width)

@@ -20,7 +20,7 @@ from ..workload import Batch, Workload
 from .data import BYTES, NO_BYTE, mean_cross_entropy, share_right, windows
 
 
-class Shape(NamedTuple):
+class Seq2SeqShape(NamedTuple):
     """Sizes of a model; ``length`` is how many symbols each source and each target has."""
 
     source_vocabulary: int
@@ -31,9 +31,9 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "seq2seq-tiny": Shape(BYTES, BYTES, length=12, width=32, layers=2),
-    "seq2seq-mini": Shape(BYTES, BYTES, length=24, width=256, layers=2),
-    "seq2seq": Shape(17191, 7709, length=32, width=512, layers=2),
+    "seq2seq-tiny": Seq2SeqShape(BYTES, BYTES, length=12, width=32, layers=2),
+    "seq2seq-mini": Seq2SeqShape(BYTES, BYTES, length=24, width=256, layers=2),
+    "seq2seq": Seq2SeqShape(17191, 7709, length=32, width=512, layers=2),
 }
 
 
@@ -69,7 +69,7 @@ class Decoder(nn.Module):
         return outputs
 
 
-class Attention(nn.Module):
+class LuongAttention(nn.Module):
     """Luong's: a mean of the encoder's outputs for each position of the decoder, joined to it."""
 
     def __init__(self, width: int) -> None:
@@ -86,11 +86,11 @@ class Attention(nn.Module):
 class Seq2Seq(nn.Module):
     """Source and preceding target symbols [sample, position] to logits [..., target symbol]."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Seq2SeqShape) -> None:
         super().__init__()
         self.encoder = Encoder(shape.source_vocabulary, shape.width, shape.layers)
         self.decoder = Decoder(shape.target_vocabulary, shape.width, shape.layers)
-        self.attention = Attention(shape.width)
+        self.attention = LuongAttention(shape.width)
         self.output = nn.Linear(shape.width, shape.target_vocabulary)
 
     def forward(self, source: Tensor, preceding: Tensor) -> Tensor:

@@ -123,18 +123,21 @@ _STAGE_CHANNELS = (64, 128, 256, 512, 512)
 _CLASSIFIER_WIDTH = 4096
 
 
-def _vgg(depth: Depth, grid: int, classes: int, narrowing: int = 1) -> ConvNet:
-    """``narrowing`` divides all widths. Dropout as published."""
+def _vgg(depth: Depth, grid: int, classes: int, width_divisor: int = 1) -> ConvNet:
+    """``width_divisor`` divides all widths. Dropout as published."""
     layers: list[nn.Module] = []
     channels = 3
     for count, published in zip(_CONVOLUTIONS_PER_STAGE[depth], _STAGE_CHANNELS, strict=True):
-        width = published // narrowing
+        width = published // width_divisor
         for _ in range(count):
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
         layers.append(nn.MaxPool2d(2))
     features = nn.Sequential(*layers)
-    inputs, width = _STAGE_CHANNELS[-1] // narrowing * grid * grid, _CLASSIFIER_WIDTH // narrowing
+    inputs, width = (
+        _STAGE_CHANNELS[-1] // width_divisor * grid * grid,
+        _CLASSIFIER_WIDTH // width_divisor,
+    )
     classifier = _classifier(inputs, width, classes, dropout_first=False)
     network = ConvNet(features, grid, classifier)
     network.apply(he_normal)
@@ -161,7 +164,7 @@ def narrow_vgg_thumbnail(depth: Depth) -> ConvNet:
     16. The feature maps of a sample are a quarter, parameters and arithmetic a sixteenth, so that
     feature maps outweigh parameters at batches that a CPU computes in less than a second.
     """
-    return _vgg(depth, grid=1, classes=10, narrowing=4)
+    return _vgg(depth, grid=1, classes=10, width_divisor=4)
 
 
 # A block's output is four times as wide as its stage's base width.

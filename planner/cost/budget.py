@@ -73,10 +73,10 @@ def unit_amplification(model: CostModel, k: int, option: Option) -> float:
     inner = cost.inner_forward.seconds + cost.inner_backward.seconds
     took = times * (cost.forward_s + cost.backward_s + inner) + cost.update_s
     took += cost.exchange.seconds + cost.released.seconds
-    used, alone = took * option.layout.size, single_device_s(model, k)
-    if alone == 0:
+    used, single_s = took * option.layout.size, single_device_s(model, k)
+    if single_s == 0:
         return 0.0 if used == 0 else float("inf")
-    return used / alone
+    return used / single_s
 
 
 def lost_energy(model: CostModel, k: int, option: Option) -> float:

@@ -120,7 +120,7 @@ class CostModel(Exchanges):
         another ``goal``."""
         return cls(
             profile, cluster, goal or plan.goal, micro_batches=plan.micro_batches,
-            placement=plan.placement, message_bytes=plan.bucket_bytes,
+            placement=plan.placement, message_bytes=plan.message_bytes,
             sliced=plan.schedule == "priority",
         )  # fmt: skip
 

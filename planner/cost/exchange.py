@@ -15,7 +15,7 @@ from .step_time import LINKS, OnLink
 from .structure import Structure
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# The number that says where a picked gradient element belongs is an int32. A parameter with more
+# The number that says where a chosen gradient element belongs is an int32. A parameter with more
 # elements than that can number is sent whole.
 NUMBER_BYTES = 4
 MOST_NUMBERED = 2**31 - 1
@@ -107,7 +107,7 @@ class Exchanges(Structure):
 
     def payload_bytes(self, option: Option, trained_bytes: int) -> int:
         """Bytes that a member has of the tensor exchanged: its gradient, the part that is not
-        dropped, or the values and numbers (four bytes each) that all groups picked."""
+        dropped, or the values and numbers (four bytes each) that all groups chose."""
         groups = option.layout.groups
         if groups == 1:
             return 0
@@ -119,7 +119,7 @@ class Exchanges(Structure):
     def exchange(self, option: Option, payload_bytes: float) -> OnLink:
         """The exchange of a payload over the groups, all members' at the same time: an all-reduce;
         a reduce-scatter and an all-gather where it is sharded, and where parameters are too an
-        all-gather before each forward and each backward; an all-gather of what was picked."""
+        all-gather before each forward and each backward; an all-gather of what was chosen."""
         key = (option.layout, option.exchange, payload_bytes)
         if key not in self._exchanges:
             self._exchanges[key] = self._exchange(option, payload_bytes)
@@ -145,9 +145,9 @@ class Exchanges(Structure):
             return OnLink(), 0.0
         if self.sliced:
             # Equal pieces, so that one figure is the time of any slice.
-            pieces = ceil(payload_bytes / self.message_bytes)
-            one = self.exchange(option, payload_bytes / pieces)
-            return OnLink(one.seconds * pieces, one.link, one.sent_bytes * pieces), one.seconds
+            slices = ceil(payload_bytes / self.message_bytes)
+            one = self.exchange(option, payload_bytes / slices)
+            return OnLink(one.seconds * slices, one.link, one.sent_bytes * slices), one.seconds
         # Gradients smaller than a bucket share it with others, and with them the latency.
         part = min(payload_bytes / self.message_bytes, 1.0)
         full = self.exchange(option, payload_bytes / part)

@@ -358,8 +358,8 @@ def _node_traffic(owned: _Side, needed: _Side, starts: Positions) -> Traffic:
     kept = volume(overlap(own_boxes, need_boxes))
     received = volume(need_boxes) - kept
     sent = needed.copies[None, :, None] * volume(own_boxes) - kept
-    received_inside = _held_by_node(need_boxes, owned, starts, 0) - kept
-    sent_inside = _held_by_node(own_boxes, needed, starts, 1) - kept
+    received_inside = _owned_by_node(need_boxes, owned, starts, 0) - kept
+    sent_inside = _owned_by_node(own_boxes, needed, starts, 1) - kept
     out = np.add.reduceat(sent - sent_inside, starts, axis=2)
     into = np.add.reduceat(received - received_inside, starts, axis=2)
     inter = np.maximum(out.max(axis=2), into.max(axis=2))
@@ -380,7 +380,7 @@ def _node_traffic(owned: _Side, needed: _Side, starts: Positions) -> Traffic:
     )
 
 
-def _held_by_node(one: Boxes, other: _Side, starts: Positions, axis: int) -> Positions:
+def _owned_by_node(one: Boxes, other: _Side, starts: Positions, axis: int) -> Positions:
     """Elements of each box of ``one`` that its own node holds under ``other``: [source, target,
     position]; ``other`` varies along ``axis``."""
     node = np.searchsorted(starts, np.arange(other.boxes.shape[2]), side="right") - 1

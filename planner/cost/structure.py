@@ -64,7 +64,7 @@ class Structure:
         return tuple(times[one] > 1 for one in tensors)
 
     @cached_property
-    def saved_alone(self) -> tuple[float, ...]:
+    def kept_shares(self) -> tuple[float, ...]:
         """For each edge the share of its bytes that its target alone saves for backward."""
         entering = [
             sum(self.profile.edges[e].bytes_per_sample for e in edges) for edges in self.edges_into
@@ -81,7 +81,7 @@ class Structure:
         if degree == 1 or not self.sharable[e]:
             return 0.0
         # Of all features of a group's samples its own samples are a part; of a slice all of them.
-        return 1.0 - self.saved_alone[e] / (1 if target.form == "feature_shard" else degree)
+        return 1.0 - self.kept_shares[e] / (1 if target.form == "feature_shard" else degree)
 
     def redistributed_before(
         self, e: int, decisions: Sequence[Option] | Mapping[int, Option]

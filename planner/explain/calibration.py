@@ -176,7 +176,7 @@ def _check_made_from(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Non
 # -- other speeds ---------------------------------------------------------------------------------
 
 
-class Times(NamedTuple):
+class MeasuredTimes(NamedTuple):
     """How many times as long each part takes as was assumed: computing, and moving bytes inside
     and between nodes."""
 
@@ -185,7 +185,7 @@ class Times(NamedTuple):
     inter: float = 1.0
 
 
-AS_ASSUMED = Times()
+AS_ASSUMED = MeasuredTimes()
 
 
 class _Corrected(NamedTuple):
@@ -224,35 +224,35 @@ class _Run:
         self.plan, self.profile, self.cluster = plan, profile, cluster
         self.measured, self.step_s = measured, sum(measured.values())
         self.decisions = decisions_of(plan)
-        self._known: dict[Times, Prediction] = {}
+        self._known: dict[MeasuredTimes, Prediction] = {}
         assumed = self._evaluated(AS_ASSUMED)
         self._known[AS_ASSUMED] = assumed.prediction
         self.parts = _parts(assumed)
 
-    def _evaluated(self, times: Times) -> Evaluation:
+    def _evaluated(self, times: MeasuredTimes) -> Evaluation:
         model = CostModel.of_plan(self.plan, *self.documents(times))
         return evaluation(model, self.decisions, schedule=self.plan.schedule)
 
-    def documents(self, times: Times) -> tuple[ModelProfile, Cluster]:
+    def documents(self, times: MeasuredTimes) -> tuple[ModelProfile, Cluster]:
         """The profile and the cluster at those speeds."""
         cluster = _with_slower(self.cluster, "intra", times.intra)
         cluster = _with_slower(cluster, "inter", times.inter)
         return _slowed(self.profile, times.compute), cluster
 
-    def predicted(self, times: Times) -> Prediction:
+    def predicted(self, times: MeasuredTimes) -> Prediction:
         """The plan's step at those speeds."""
         if times not in self._known:
             self._known[times] = self._evaluated(times).prediction
         return self._known[times]
 
-    def of(self, part: Part, times: Times) -> Callable[[float], float]:
+    def of(self, part: Part, times: MeasuredTimes) -> Callable[[float], float]:
         """The seconds by which ``part`` is told, as a function of its own entry in ``times``."""
         names = self.parts[part]
         return lambda x: _total(self.predicted(times._replace(**{part: x})), names)
 
     # -- the search ------------------------------------------------------------------------------
 
-    def fitted(self) -> Times:
+    def fitted(self) -> MeasuredTimes:
         """The speeds at which the plan's step comes out as measured; 1 for what agrees, and for
         links whose waits no bandwidth explains."""
         times = AS_ASSUMED
@@ -264,7 +264,7 @@ class _Run:
                 break
         return times
 
-    def _fitted_part(self, part: Part, times: Times) -> float:
+    def _fitted_part(self, part: Part, times: MeasuredTimes) -> float:
         took, told = self.of(part, times), self._told(part, times)
         target_s = told.least_s
         agrees = abs(took(1.0) - target_s) <= CORRECTED * self.step_s
@@ -279,7 +279,7 @@ class _Run:
             )
         return _solved(took, target_s, getattr(times, part), NEAR * self.step_s)
 
-    def _told(self, part: Part, times: Times) -> _Told:
+    def _told(self, part: Part, times: MeasuredTimes) -> _Told:
         found_s = sum(self.measured[name] for name in self.parts[part])
         if part == "compute":
             return _Told(found_s, found_s)
@@ -290,7 +290,7 @@ class _Run:
 
     # -- what is said ----------------------------------------------------------------------------
 
-    def corrected(self, times: Times, run: str) -> _Corrected:
+    def corrected(self, times: MeasuredTimes, run: str) -> _Corrected:
         """Both documents at those speeds, which say what was corrected by ``run``."""
         profile, cluster = self.documents(times)
         changes = []
@@ -321,7 +321,7 @@ class _Run:
         assert level is not None, "the plan communicates over it"
         return level.bytes_per_s
 
-    def remarks(self, times: Times) -> tuple[str, ...]:
+    def remarks(self, times: MeasuredTimes) -> tuple[str, ...]:
         """What the run does not tell."""
         found: list[str] = []
         for name in LINKS:
@@ -346,7 +346,7 @@ class _Run:
         ]
         return tuple(found)
 
-    def _untold(self, name: LevelName, times: Times) -> list[str]:
+    def _untold(self, name: LevelName, times: MeasuredTimes) -> list[str]:
         """What the run does not tell of links that are left as they were."""
         told, where = self._told(name, times), LINK_NAMES[name]
         if told.unexplained:

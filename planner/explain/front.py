@@ -21,7 +21,7 @@ from ..solve.problem import Problem, Result
 from ..solve.solver import solve
 
 
-class FoundPoint(NamedTuple):
+class SolvedPoint(NamedTuple):
     """A plan's seconds of a step and its device-seconds by formula, the answer it came with, and
     the limit on device-seconds under which it was searched (None at the ends)."""
 
@@ -54,38 +54,38 @@ class Front(Record, frozen=True, kw_only=True):
     target: str
     batch: Count
     ranks: Count
-    alone_s: Seconds
+    single_device_s: Seconds
     points: tuple[FrontPoint, ...]
 
 
-PointT = TypeVar("PointT", FoundPoint, FrontPoint)
+PointT = TypeVar("PointT", SolvedPoint, FrontPoint)
 
 
 def described_front(
     problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
 ) -> Front:
     """``front`` as data, by what the plans predict; raises ``InfeasibleError`` where none fits."""
-    alone_s = _single_device_s(problem)
-    found = [_described(p, alone_s) for p in front(problem, points, solver, time_limit_s)]
+    single_device_s = _single_device_s(problem)
+    found = [_described(p, single_device_s) for p in front(problem, points, solver, time_limit_s)]
     if not found:
         solve(problem, solver, time_limit_s).checked()
     return Front(
         target=problem.profile.target,
         batch=problem.goal.batch,
         ranks=problem.cluster.world_size,
-        alone_s=alone_s,
+        single_device_s=single_device_s,
         # The plans were searched by formula. Their simulated steps may be beaten again.
         points=undominated(found),
     )
 
 
-def _described(point: FoundPoint, alone_s: float) -> FrontPoint:
+def _described(point: SolvedPoint, single_device_s: float) -> FrontPoint:
     plan = point.result.checked()
     layouts = (str(u.layout) for u in plan.units if u.kind not in ("input", "output"))
     return FrontPoint(
         step_s=plan.prediction.step_s,
         gpu_seconds=plan.prediction.gpu_seconds,
-        amplification=plan.prediction.gpu_seconds / max(alone_s, 1e-300),
+        amplification=plan.prediction.gpu_seconds / max(single_device_s, 1e-300),
         samples_per_s=plan.prediction.samples_per_s,
         speedup=plan.speedup,
         layouts=tuple(dict.fromkeys(layouts)),
@@ -97,7 +97,7 @@ def _described(point: FoundPoint, alone_s: float) -> FrontPoint:
 
 def front(
     problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
-) -> tuple[FoundPoint, ...]:
+) -> tuple[SolvedPoint, ...]:
     """At most ``points`` points, fastest first; none where no plan fits. ``time_limit_s`` is for
     each of them."""
     problem = problem.placed()
@@ -130,7 +130,7 @@ def undominated(points: Sequence[PointT]) -> tuple[PointT, ...]:
 
 def within(
     problem: Problem, limit_gpu_s: float, solver: str = "auto", time_limit_s: float | None = None
-) -> FoundPoint | None:
+) -> SolvedPoint | None:
     """The fastest plan that uses at most so many device-seconds, None where none was found."""
     limit = limit_gpu_s / _single_device_s(problem)
     point = _asked(problem, solver, time_limit_s, objective="time", amplification_limit=limit)
@@ -139,7 +139,7 @@ def within(
 
 def cheapest_within(
     problem: Problem, limit_s: float, solver: str = "auto", time_limit_s: float | None = None
-) -> FoundPoint | None:
+) -> SolvedPoint | None:
     """The plan with the fewest device-seconds whose step takes at most ``limit_s``."""
     return _asked(problem, solver, time_limit_s, objective="gpu_seconds", time_limit_s=limit_s)
 
@@ -149,7 +149,9 @@ def _single_device_s(problem: Problem) -> float:
     return single_device_batch_s(CostModel(problem.profile, problem.cluster, problem.goal))
 
 
-def _asked(problem: Problem, solver: str, search_s: float | None, **goal: Any) -> FoundPoint | None:
+def _asked(
+    problem: Problem, solver: str, search_s: float | None, **goal: Any
+) -> SolvedPoint | None:
     """The plan for the problem with other fields of its ``goal``, None where none was found."""
     asked = replace(problem, goal=msgspec.structs.replace(problem.goal, **goal))
     result = solve(asked, solver, search_s)
@@ -157,4 +159,4 @@ def _asked(problem: Problem, solver: str, search_s: float | None, **goal: Any) -
         return None
     model = CostModel.of_plan(result.plan, asked.profile, asked.cluster, asked.goal)
     found = choice(model, result.decisions, result.plan.schedule)
-    return FoundPoint(found.step_s, found.gpu_seconds, result)
+    return SolvedPoint(found.step_s, found.gpu_seconds, result)

@@ -25,7 +25,7 @@ from ..solve.heuristic.checkpointing import limited_by_memory
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
 from ..solve.heuristic.schedules import WORTHWHILE
 from ..solve.problem import Problem, Relaxation, Result
-from ..solve.solver import SPELLINGS, expand_pins, solve, solvers
+from ..solve.solver import expand_pins, solve, solvers
 
 GBIT_BYTES = 125_000_000
 GIB = 2**30
@@ -110,10 +110,11 @@ def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) ->
     """``gains`` over what planning again without a change gives, by the plan's own solver and with
     nothing given away for simplicity, so that only the change makes a difference."""
     # The placement is left open, as a cluster with other links may want another. A solver may give
-    # away a little time for a simpler plan (near), which would be taken for the change's gain.
-    asked = replace(problem, placement=None, near=0.0)
+    # away a little time for a simpler plan (``tie_tolerance``), which would be taken for the
+    # change's gain.
+    asked = replace(problem, placement=None, tie_tolerance=0.0)
     solver = plan.provenance.solver
-    if SPELLINGS.get(solver, solver) not in solvers():
+    if solver not in solvers():
         solver = "auto"
     unchanged = solve(replace(asked, progress=None), solver, time_limit_s)
     if unchanged.objective_s is None:

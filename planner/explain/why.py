@@ -104,9 +104,9 @@ class Alternative(Record, frozen=True, kw_only=True):
 
 
 class DeviceTime(Record, frozen=True, kw_only=True):
-    """Device-seconds of a step. ``used_s`` is their sum; ``alone_s`` is what one device would take
-    to compute the whole batch and update once, and the others are what the division costs, or saves
-    where they are negative:
+    """Device-seconds of a step. ``used_s`` is their sum; ``single_device_s`` is what one device
+    would take to compute the whole batch and update once, and the others are what the division
+    costs, or saves where they are negative:
 
     ``shares_s``    units at smaller shares of the batch (a kernel's fixed cost is paid on each
                     device), divided, or run again
@@ -117,7 +117,7 @@ class DeviceTime(Record, frozen=True, kw_only=True):
     """
 
     used_s: Seconds
-    alone_s: Seconds
+    single_device_s: Seconds
     shares_s: float
     updates_s: float
     executor_s: Seconds
@@ -127,7 +127,7 @@ class DeviceTime(Record, frozen=True, kw_only=True):
     @property
     def amplification(self) -> float:
         """Device-seconds as a multiple of what one device takes."""
-        return self.used_s / self.alone_s if self.alone_s else 0.0
+        return self.used_s / self.single_device_s if self.single_device_s else 0.0
 
 
 class UnitExplanation(Record, frozen=True, kw_only=True):
@@ -243,7 +243,7 @@ def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str
     yield from dict.fromkeys(b for a in every if getattr(a, what) < ours for b in a.breaks)
 
 
-class Bottleneck(NamedTuple):
+class StepBottleneck(NamedTuple):
     """The largest part of a step of ``step_s``, and what would shorten it with the same decisions.
     ``link`` is where most of the communication that the rank waits for goes over, and ``faster_s``
     the step with twice its bandwidth; None where nothing is waited for. ``recompute_s`` is
@@ -259,14 +259,14 @@ class Bottleneck(NamedTuple):
     may_drop: bool = False
 
 
-def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Bottleneck:
+def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottleneck:
     """What bounds ``plan``, made from ``profile`` and ``cluster``. Nothing is searched: the plan is
     simulated as it is, and once more with the faster link."""
     model, decisions = CostModel.of_plan(plan, profile, cluster), decisions_of(plan)
     done = evaluation(model, decisions, schedule=plan.schedule)
     part, part_s = largest_part(done.simulation)
     recomputed = (unit.forward_s for unit in plan.units if unit.memory == "recompute")
-    found = Bottleneck(
+    found = StepBottleneck(
         part, part_s, done.prediction.step_s, sum(recomputed) * plan.micro_batches,
         may_drop=not plan.goal.allow_lossy and any(unit.fidelity for unit in profile.units),
     )  # fmt: skip
@@ -449,7 +449,7 @@ def device_time(done: Evaluation) -> DeviceTime:
     executor_s = sum(sizes[k] * model.micro_batches * model.overhead_s(k, sent[k]) for k in units)
     updates_s = sum(sizes[k] * model.unit(k, decisions[k]).update_s for k in units)
     # One device has no executor and nothing to wait for.
-    alone_s = single_device_batch_s(model)
+    single_device_s = single_device_batch_s(model)
     trained = sum(p.bytes for owned in model.owned for p in owned if p.trainable)
     once_s = trained * model.profile.update_seconds_per_byte(model.goal.optimizer)
     # With branches side by side the step is a critical path, on which the units of a rank do not
@@ -459,8 +459,8 @@ def device_time(done: Evaluation) -> DeviceTime:
     slowing_s = model.world_size * max(slowed_s, 0.0)
     return DeviceTime(
         used_s=done.prediction.gpu_seconds,
-        alone_s=alone_s,
-        shares_s=computing_s - executor_s - updates_s - (alone_s - once_s),
+        single_device_s=single_device_s,
+        shares_s=computing_s - executor_s - updates_s - (single_device_s - once_s),
         updates_s=updates_s - once_s,
         executor_s=executor_s,
         slowing_s=slowing_s,

@@ -1,9 +1,9 @@
 """Checkpoint segments: several units that are recomputed together, from one input.
 
-Which units can form a segment (``windows``): a profile's ``pieces`` are linked where one is called
-with just what another returns. A chain of them is a stretch of the forward that can run again as
-one. The units of which all lies in it are the segment's. Several chains may run the same units (a
-block, or what it is made of): the one of fewest modules stands for them.
+Which units can form a segment (``possible_segments``): a profile's ``pieces`` are linked where one
+is called with just what another returns. A chain of them is a stretch of the forward that can run
+again as one. The units of which all lies in it are the segment's. Several chains may run the same
+units (a block, or what it is made of): the one of fewest modules stands for them.
 
 What units of a segment hold (``write_segments``): only what enters the segment and the output of
 its last unit stay from forward to backward, and outputs that units outside need. While a unit
@@ -28,7 +28,7 @@ from .timeline import FIELD, Table
 MOST_PIECES = 64  # longer chains are not looked at
 
 
-class Window(NamedTuple):
+class PossibleSegment(NamedTuple):
     """Units ``first`` to ``last`` by number, and the modules that name them as one segment."""
 
     first: int
@@ -36,22 +36,22 @@ class Window(NamedTuple):
     modules: tuple[str, ...]
 
 
-def windows(profile: ModelProfile) -> tuple[Window, ...]:
+def possible_segments(profile: ModelProfile) -> tuple[PossibleSegment, ...]:
     """Every segment of at least two units with modules that the executor can recompute."""
-    found: dict[tuple[int, int], Window] = {}
-    for window in _chains(profile):
-        known = found.get(window[:2])
-        if known is None or len(window.modules) < len(known.modules):
-            found[window[:2]] = window
-    return tuple(window for _, window in sorted(found.items()))
+    found: dict[tuple[int, int], PossibleSegment] = {}
+    for segment in _chains(profile):
+        known = found.get(segment[:2])
+        if known is None or len(segment.modules) < len(known.modules):
+            found[segment[:2]] = segment
+    return tuple(segment for _, segment in sorted(found.items()))
 
 
-def any_window(profile: ModelProfile) -> bool:
+def any_segment(profile: ModelProfile) -> bool:
     """Whether there is one."""
     return next(_chains(profile), None) is not None
 
 
-def _chains(profile: ModelProfile) -> Iterator[Window]:
+def _chains(profile: ModelProfile) -> Iterator[PossibleSegment]:
     number = {unit.name: k for k, unit in enumerate(profile.units)}
     after: dict[str, list[PieceProfile]] = {}
     for piece in profile.pieces:
@@ -59,15 +59,15 @@ def _chains(profile: ModelProfile) -> Iterator[Window]:
             after.setdefault(name, []).append(piece)
     for piece in profile.pieces:
         if piece.first and piece.opens:
-            for window in _from(piece, after, number):
-                units = profile.units[window.first : window.last + 1]
+            for segment in _from(piece, after, number):
+                units = profile.units[segment.first : segment.last + 1]
                 if sum(bool(unit.modules) for unit in units) > 1:
-                    yield window
+                    yield segment
 
 
 def _from(
     start: PieceProfile, after: dict[str, list[PieceProfile]], number: dict[str, int]
-) -> Iterator[Window]:
+) -> Iterator[PossibleSegment]:
     """The chains that begin with a piece, those of fewer pieces first. Of chains that end in the
     same piece the first, which has fewest, goes on."""
     first = number[start.first]
@@ -76,7 +76,7 @@ def _from(
     for _ in range(MOST_PIECES):
         for piece in border:
             if piece.last:
-                yield Window(first, number[piece.last], ends[piece.modules[0]])
+                yield PossibleSegment(first, number[piece.last], ends[piece.modules[0]])
         ahead = []
         for piece in border:
             for more in after.get(piece.modules[0], ()):

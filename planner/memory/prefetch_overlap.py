@@ -41,7 +41,7 @@ from ..simulate.slicing import packed
 GRADIENT_COPIES = 2
 
 
-class Gathered(NamedTuple):
+class UnshardedBytes(NamedTuple):
     """Bytes of one unit whose parameters are fully sharded.
 
     saved              of parameters, and as many of their gradients, that this rank need not keep
@@ -63,20 +63,20 @@ class Gathered(NamedTuple):
     next_gradients: int = 0
 
 
-def gathered(structure: Exchanges, k: int, option: Option) -> Gathered:
+def gathered(structure: Exchanges, k: int, option: Option) -> UnshardedBytes:
     """What unit ``k`` keeps and holds where its parameters are fully sharded; nothing elsewhere."""
     groups, degree = option.layout.groups, option.layout.degree
     if not option.gathers or groups == 1:
-        return Gathered()
+        return UnshardedBytes()
     own = own_bytes(structure, k, option)
     plain = Option(option.layout) if degree == 1 else option
-    near = _near(structure, k)
-    before, after, beyond = (0 if n is None else own_bytes(structure, n, plain) for n in near)
+    neighbours = _neighbours(structure, k)
+    before, after, beyond = (0 if n is None else own_bytes(structure, n, plain) for n in neighbours)
     before_coming, after_coming = (
-        0 if n is None else packed_copies_bytes(structure, n, plain) for n in near[:2]
+        0 if n is None else packed_copies_bytes(structure, n, plain) for n in neighbours[:2]
     )
     saved, *later = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after, beyond))
-    return Gathered(
+    return UnshardedBytes(
         saved=saved,
         forward=own + after + after_coming,
         before=before + before_coming,
@@ -99,11 +99,13 @@ def packed_copies_bytes(structure: Exchanges, k: int, option: Option) -> int:
 
 def neighbours_bytes(structure: Structure, k: int) -> tuple[tuple[int, ...], ...]:
     """All of a unit and its neighbours that ``gathered`` depends on."""
-    near = (k, *_near(structure, k))
-    return tuple(() if i is None else tuple(p.bytes for p in structure.untied[i]) for i in near)
+    neighbours = (k, *_neighbours(structure, k))
+    return tuple(
+        () if i is None else tuple(p.bytes for p in structure.untied[i]) for i in neighbours
+    )
 
 
-def _near(structure: Structure, k: int) -> tuple[int | None, int | None, int | None]:
+def _neighbours(structure: Structure, k: int) -> tuple[int | None, int | None, int | None]:
     """The unit that gathers parameters before ``k`` in backward, and the two after it."""
     units = structure.profile.units
     # An embedding's backward does not use its parameters.
@@ -152,22 +154,22 @@ def prefetch_overlaps(structure: Structure) -> tuple[PrefetchOverlap, ...]:
     for point, field, at, of in (*_fully_sharded(structure), *_offloaded(structure)):
         found.setdefault((point, field), []).append((at, of))
     return tuple(
-        PrefetchOverlap(point, field, *(np.array(v) for v in zip(*entries, strict=True)))
-        for (point, field), entries in found.items()
+        PrefetchOverlap(point, field, *(np.array(v) for v in zip(*places, strict=True)))
+        for (point, field), places in found.items()
     )
 
 
-Entry = tuple[OverlapPoint, NeighbourField, int, int]
+_Overlapping = tuple[OverlapPoint, NeighbourField, int, int]
 
 
-def _fully_sharded(structure: Structure) -> Iterator[Entry]:
+def _fully_sharded(structure: Structure) -> Iterator[_Overlapping]:
     """At units without parameters of their own, between the nearest ones that have some."""
     last: int | None = None
     for at in range(len(structure.profile.units)):
         if own_bytes(structure, at):
             last = at
             continue
-        before, after, beyond = _near(structure, at)
+        before, after, beyond = _neighbours(structure, at)
         # Forward calls for nothing before the first unit with parameters is reached.
         if last is not None:
             yield "neighbours_forward", "unsharded", at, last
@@ -181,7 +183,7 @@ def _fully_sharded(structure: Structure) -> Iterator[Entry]:
             yield "neighbours_backward", "gradients_sent", at, beyond
 
 
-def _offloaded(structure: Structure) -> Iterator[Entry]:
+def _offloaded(structure: Structure) -> Iterator[_Overlapping]:
     """What comes back early, to the next unit that may be offloaded and to all before that."""
     waiting: int | None = None
     for at, unit in enumerate(structure.profile.units):

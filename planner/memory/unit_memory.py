@@ -25,7 +25,7 @@ from .gradient_buffers import (
     received_elements_bytes,
     topk_choice_bytes,
 )
-from .prefetch_overlap import Gathered, PrefetchOverlap, gathered, prefetch_overlaps
+from .prefetch_overlap import PrefetchOverlap, UnshardedBytes, gathered, prefetch_overlaps
 from .timeline import (
     FIELD,
     FIELDS,
@@ -46,8 +46,8 @@ _QUANTITIES: tuple[Quantity, ...] = (
     lambda s: s.saved,
     lambda s: s.gradient,
     lambda s: s.workspace,
-    lambda s: s.fresh,
-    lambda s: s.spared,
+    lambda s: s.new_grad,
+    lambda s: s.never_together,
 )
 
 
@@ -82,7 +82,7 @@ class MemoryModel:
     def _unit(self, k: int, option: Option, samples: int) -> UnitBytes:
         unit, cost = self.model.profile.units[k], self.model.unit(k, option)
         sliced, many = self.model.sliced, self.model.micro_batches > 1
-        saved, maps, workspace, fresh, spared = self._share(k, option, samples)
+        saved, maps, workspace, new_grad, never_together = self._share(k, option, samples)
         resident = self._resident(k, option, samples, saved)
         own_input = self.own_input_bytes(k, option, samples)
         saved += own_input
@@ -94,11 +94,11 @@ class MemoryModel:
         trained, largest = cost.trained_bytes, max(self._sizes_bytes(k, option), default=0)
         choice = topk_choice_bytes(self.model, option, largest)
         feedback = feedback_bytes(option, trained, largest, choice)
-        if sliced and option.exchange == "topk" and option.feedback in AT_ONCE and spared:
+        if sliced and option.exchange == "topk" and option.feedback in AT_ONCE and never_together:
             # What is never there together was measured with all of the gradients; these are taken
             # in one by one, and those that an operator computes at once are there at once.
-            feedback = feedback._replace(computed=max(feedback.computed, trained - spared))
-            spared = max(spared - trained, 0.0)
+            feedback = feedback._replace(computed=max(feedback.computed, trained - never_together))
+            never_together = max(never_together - trained, 0.0)
         part = gathered(self.model, k, option)
         sharded = 0 if many else part.saved  # a gradient of which the rank's part alone stays
         summed = self.summed_bytes(k, option.layout)
@@ -126,8 +126,8 @@ class MemoryModel:
                 + (feedback.computed if sliced else feedback.moment)
                 + part.backward_more
                 + sharded,
-                new_grad=((fresh or largest) if self.makes_new(option.layout) else 0.0) + summed,
-                never_together=spared,
+                new_grad=((new_grad or largest) if self.makes_new(option.layout) else 0.0) + summed,
+                never_together=never_together,
                 workspace=workspace + gone + part.forward,
                 bucketed=cost.gradient_bytes,
                 exchange_temp=self._exchange_temp(
@@ -157,7 +157,13 @@ class MemoryModel:
         return self._measured[key]
 
     def _exchange_temp(
-        self, k: int, option: Option, samples: int, trained: float, moment: float, part: Gathered
+        self,
+        k: int,
+        option: Option,
+        samples: int,
+        trained: float,
+        moment: float,
+        part: UnshardedBytes,
     ) -> float:
         """What there is besides as the unit's gradients leave, where that takes anything."""
         plain = option.exchange == "dense" and not option.early_release
@@ -187,8 +193,8 @@ class MemoryModel:
         entering = sum(edges[e].bytes_per_sample for e in into)
         whole = (entering if unit.input_saved is None else unit.input_saved) * samples
         # What it may share with other units is counted once for all of them (``moved``).
-        alone = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
-        share = alone / entering if entering else 0.0
+        unshared_bytes = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
+        share = unshared_bytes / entering if entering else 0.0
         split = unit.split(option.style)
         if option.style == "row" and split is not None:
             # The largest member's part.

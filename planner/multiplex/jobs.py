@@ -181,7 +181,7 @@ class Assumptions(Record, frozen=True, kw_only=True):
     communicating_speed: Share = 0.75
 
 
-class Foreground(NamedTuple):
+class ForegroundJob(NamedTuple):
     """A job under a plan: its step by kinds of devices, on devices of its own (``unshared``) and
     with a background on them (``shared``: its computing slowed), its global ``batch``, and what
     data parallelism reaches by itself (samples/s, 0 where not known). Jobs of higher ``priority``
@@ -202,7 +202,7 @@ class Foreground(NamedTuple):
         return self.unshared.devices
 
 
-class Background(NamedTuple):
+class BackgroundJob(NamedTuple):
     """A job of one device: ``batch`` samples in ``step_s`` alone, holding ``peak_bytes``. It runs
     on ``copies`` devices, or wherever there is room; of higher ``priority`` first."""
 
@@ -246,28 +246,28 @@ def shared_device_model(model: CostModel, slowdown: float) -> CostModel:
 
 def foreground(
     name: str, model: CostModel, decisions: Decisions, schedule: ScheduleName, slowdown: float
-) -> Foreground:
+) -> ForegroundJob:
     """The job of decisions under a cost model."""
     unshared = shared = timelines(model, decisions, schedule)
     if slowdown != 1.0:
         shared = timelines(shared_device_model(model, slowdown), decisions, schedule)
-    return Foreground(name, model.goal.batch, unshared, shared)
+    return ForegroundJob(name, model.goal.batch, unshared, shared)
 
 
 def best_background(
-    profile: ModelProfile, device: Device, optimizer: str = "sgd", held_bytes: int = 0
-) -> Background:
+    profile: ModelProfile, device: Device, optimizer: str = "sgd", foreground_bytes: int = 0
+) -> BackgroundJob:
     """The background that trains ``profile``'s model on one ``device``, of whose memory
-    ``held_bytes`` are the foreground's. Raises ``InputError`` where not even the smallest batch
-    fits."""
+    ``foreground_bytes`` are the foreground's. Raises ``InputError`` where not even the smallest
+    batch fits."""
     cluster = Cluster(name="one device", nodes=(Node(name="node", devices=(device,)),), levels=())
-    left, made = device.memory_bytes - held_bytes, []
+    left, made = device.memory_bytes - foreground_bytes, []
     # Its step is predicted, not measured: by the same cost model as that of the foreground, so that
     # the two are compared without the difference between a prediction and a measurement.
     for batch in profile.batches:
         found = evaluate(profile, cluster, Goal(batch=batch, optimizer=optimizer))  # type: ignore[arg-type]
         if found.step_s > 0:
-            made.append(Background(profile.target, batch, found.step_s, found.peak_bytes[0]))
+            made.append(BackgroundJob(profile.target, batch, found.step_s, found.peak_bytes[0]))
     fitting = [each for each in made if each.peak_bytes <= left]
     if not fitting:
         least = min((each.peak_bytes for each in made), default=0)

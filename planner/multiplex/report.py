@@ -32,7 +32,7 @@ class ForegroundReport(Record, frozen=True, kw_only=True):
     devices: Count
     batch: Count
     step_s: Seconds
-    alone_step_s: Seconds
+    undisturbed_step_s: Seconds
     samples_per_s: float
     data_parallel_samples_s: float
     start_s: Seconds
@@ -42,7 +42,7 @@ class ForegroundReport(Record, frozen=True, kw_only=True):
     @property
     def slowdown(self) -> float:
         """Its step here over its step alone."""
-        return self.step_s / self.alone_step_s
+        return self.step_s / self.undisturbed_step_s
 
 
 class BackgroundReport(Record, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class BackgroundReport(Record, frozen=True, kw_only=True):
     name: str
     devices: Index
     batch: Count
-    alone_samples_s: float
+    single_device_samples_s: float
     samples_per_s: float
     share: float
 
@@ -122,7 +122,7 @@ def _foreground(run: ClusterRun, job: int) -> ForegroundReport:
         devices=one.devices,
         batch=one.batch,
         step_s=step.step_s,
-        alone_step_s=one.unshared.step_s,
+        undisturbed_step_s=one.unshared.step_s,
         samples_per_s=one.batch / step.step_s,
         data_parallel_samples_s=one.data_parallel_samples_s,
         start_s=ran.start_s if ran else 0.0,
@@ -141,7 +141,7 @@ def _background(run: ClusterRun, job: int) -> BackgroundReport:
         name=one.name,
         devices=devices,
         batch=one.batch,
-        alone_samples_s=one.samples_per_s,
+        single_device_samples_s=one.samples_per_s,
         samples_per_s=share * devices * one.samples_per_s,
         share=share,
     )

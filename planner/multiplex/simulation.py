@@ -26,10 +26,10 @@ from ..simulate.events import Interval, gaps
 from ..solve.evaluate import decisions_of
 from .jobs import (
     Assumptions,
-    Background,
+    BackgroundJob,
     Busy,
     DeviceTimeline,
-    Foreground,
+    ForegroundJob,
     StepTimelines,
     best_background,
     foreground,
@@ -173,8 +173,8 @@ class ClusterRun(NamedTuple):
     devices: int
     horizon_s: float
     assumptions: Assumptions
-    foregrounds: tuple[Foreground, ...]
-    backgrounds: tuple[Background, ...]
+    foregrounds: tuple[ForegroundJob, ...]
+    backgrounds: tuple[BackgroundJob, ...]
     steps: tuple[StepTimelines, ...]
     runs: tuple[ForegroundRun, ...]
     waiting: tuple[int, ...]
@@ -183,8 +183,8 @@ class ClusterRun(NamedTuple):
 
 def simulate_cluster(
     devices: int,
-    foregrounds: Sequence[Foreground],
-    backgrounds: Sequence[Background] = (),
+    foregrounds: Sequence[ForegroundJob],
+    backgrounds: Sequence[BackgroundJob] = (),
     assumptions: Assumptions | None = None,
     horizon_s: float | None = None,
 ) -> ClusterRun:
@@ -215,7 +215,7 @@ def simulate_cluster(
 
 def _check(
     devices: int,
-    foregrounds: Sequence[Foreground],
+    foregrounds: Sequence[ForegroundJob],
     steps: Sequence[StepTimelines],
     horizon_s: float,
 ) -> None:
@@ -241,7 +241,7 @@ def _check(
 
 def _placed(
     devices: int,
-    foregrounds: Sequence[Foreground],
+    foregrounds: Sequence[ForegroundJob],
     steps: Sequence[StepTimelines],
     horizon_s: float,
 ) -> tuple[list[ForegroundRun], tuple[int, ...]]:
@@ -318,7 +318,9 @@ def _repeated(
         at_s = visit.start_s + number * step_s
 
 
-def _dealt(classes: Sequence[DeviceClass], backgrounds: Sequence[Background]) -> list[DeviceClass]:
+def _dealt(
+    classes: Sequence[DeviceClass], backgrounds: Sequence[BackgroundJob]
+) -> list[DeviceClass]:
     """Classes with their backgrounds: each job takes the devices that are idle most and have none;
     a class that it takes only a part of becomes two."""
     # The idlest devices first, and of equal ones the lowest, so that a simulation repeats itself.
@@ -379,9 +381,9 @@ def simulate_plans(
     # the device with least memory.
     every = [device for _, _, cluster in plans for device in cluster.devices]
     device = min(every, key=lambda d: d.memory_bytes)
-    held_bytes = max(job.shared.peak_bytes for job in jobs)
+    foreground_bytes = max(job.shared.peak_bytes for job in jobs)
     optimizer = plans[0][0].goal.optimizer
-    made = [best_background(model, device, optimizer, held_bytes) for model in backgrounds]
+    made = [best_background(model, device, optimizer, foreground_bytes) for model in backgrounds]
     if len(made) > 1:
         least, more = divmod(count, len(made))
         made = [one._replace(copies=least + (i < more)) for i, one in enumerate(made)]

@@ -42,7 +42,7 @@ INDEX_BYTES = 8  # of each output of a pooling, in int64
 _KINDS: dict[str, UnitKind] = {"conv2d": "conv", "linear": "linear"}
 
 
-class Times(msgspec.Struct, frozen=True):
+class LayerTimes(msgspec.Struct, frozen=True):
     """Microseconds at one batch size."""
 
     forward: float
@@ -57,7 +57,7 @@ class Layer(msgspec.Struct, frozen=True):
     config: dict[str, Any]
     input_shape: tuple[int, ...]
     param_count: int
-    time_us_by_batch: dict[str, Times]
+    time_us_by_batch: dict[str, LayerTimes]
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -236,7 +236,7 @@ def _seconds(row: _Row) -> tuple[Curve, Curve]:
     forward, backward, batches = [], [], sorted(row.layer.time_us_by_batch, key=int)
     for batch in batches:
         times = row.layer.time_us_by_batch[batch]
-        behind = row.relu.time_us_by_batch[batch] if row.relu else Times(0, 0)
+        behind = row.relu.time_us_by_batch[batch] if row.relu else LayerTimes(0, 0)
         ahead = times.forward + behind.forward
         back = times.backward + behind.backward
         # The file has the backward of a convolution or linear layer in the row of the ReLU behind

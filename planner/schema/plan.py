@@ -159,22 +159,23 @@ class Provenance(Record, frozen=True, kw_only=True):
 class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     """How to train one model on one cluster.
 
-    ``placement[p]`` is the rank at position ``p``. ``bucket_bytes`` is how much gradient travels in
-    one exchange, ``schedule`` in which order. ``target`` rebuilds the model (a workload's name,
-    ``file.py:factory``), ``model`` is the fingerprint of its structure, ``precision`` is how it is
-    to compute (none: as it was built). ``baseline`` is
-    plain data parallelism on the same cluster with the same micro-batches, by the plan's schedule
-    or as DDP does by default, whichever is quicker; ``baseline_fits`` says whether that would fit
-    in memory.
+    ``placement[p]`` is the rank at position ``p``. ``message_bytes`` is the most gradient that one
+    message carries (a bucket, or a slice by priority), ``schedule`` in which order they go.
+    ``target`` rebuilds the model (a workload's name, ``file.py:factory``), ``model`` is the
+    fingerprint of its structure, ``precision`` is how it is to compute (none: as it was built).
+    ``baseline`` is plain data parallelism on the same cluster with the same micro-batches, by the
+    plan's schedule or as DDP does by default, whichever is quicker; ``baseline_fits`` says whether
+    that would fit in memory.
     """
 
+    schema_version: int = 2
     target: str
     model: str
     precision: Precision | None = None
     world_size: Count
     goal: Goal
     micro_batches: Count = 1
-    bucket_bytes: Count = 25 * 2**20
+    message_bytes: Count = 25 * 2**20
     schedule: ScheduleName = "barrier"
     placement: tuple[Index, ...]
     units: tuple[UnitPlan, ...]

@@ -46,9 +46,9 @@ class ShareProfile(Record, frozen=True, kw_only=True):
     ``forward`` and ``backward`` in seconds; ``saved`` bytes of feature maps kept for backward;
     ``gradient`` the largest bytes of feature-map gradients alive at once inside the unit;
     ``workspace`` the largest bytes of other temporaries. ``parameter_bytes`` is the member's shard.
-    ``fresh`` are new weight gradients that are alive when most is, should those that are complete
-    be kept elsewhere; ``spared`` what is then not there yet of them or not there any more of what
-    was saved, beyond what comes on top.
+    ``new_grad`` are new weight gradients that are alive when most is, should those that are
+    complete be kept elsewhere; ``never_together`` what is then not there yet of them or not there
+    any more of what was saved, beyond what comes on top.
     """
 
     style: Style
@@ -59,8 +59,8 @@ class ShareProfile(Record, frozen=True, kw_only=True):
     gradient: Curve
     workspace: Curve
     parameter_bytes: Bytes
-    fresh: Curve = ZERO
-    spared: Curve = ZERO
+    new_grad: Curve = ZERO
+    never_together: Curve = ZERO
 
 
 class SplitProfile(Record, frozen=True, kw_only=True):
@@ -243,6 +243,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     as it was built). ``calibrated`` says what was corrected since, by runs.
     """
 
+    schema_version: int = 2
     target: str
     model: str
     device: str

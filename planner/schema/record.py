@@ -14,9 +14,6 @@ import msgspec
 
 from .errors import InputError
 
-# Raised when a field goes or means something else: files of another version are refused by name.
-SCHEMA_VERSION = 1
-
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 # Bytes per sample and the like need not be whole.
@@ -45,7 +42,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Document(Record, frozen=True, kw_only=True, tag_field="document"):
     """A record that is a file of its own: it carries its type's name and a schema version."""
 
-    schema_version: int = SCHEMA_VERSION
+    # Each kind has its own, raised when a field goes or means something else: files of another
+    # version are refused by name, and those of other kinds can still be read.
+    schema_version: int = 1
 
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -90,11 +89,17 @@ def decode(cls: type[RecordT], data: bytes, origin: str = "JSON") -> RecordT:
         # What a file holds may break lines or steer a terminal.
         text = str(error) or type(error).__name__
         detail = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
-        if "truncated" in detail:
-            what = f"ends in the middle of a {cls.__name__}: write it anew"
+        # A number that is cut off at its point is malformed to msgspec, at the byte after the last.
+        if "truncated" in detail or f"(byte {len(data)})" in detail:
+            what = f"ends in the middle of a {cls.__name__}: {_anew(cls)}"
         else:
-            what = f"is not a valid {cls.__name__}: {detail}; write it anew or mend that field"
+            what = f"is not a valid {cls.__name__}: {detail}; mend that field, or {_anew(cls)}"
         raise InputError(f"{origin} {what}") from None
+
+
+def _anew(cls: type[Record]) -> str:
+    made_by = MADE_BY.get(cls.__name__)
+    return f"make it anew with {made_by}" if made_by else "write it anew"
 
 
 def _check_head(cls: type[Record], data: bytes, origin: str) -> None:
@@ -112,10 +117,11 @@ def _check_head(cls: type[Record], data: bytes, origin: str) -> None:
             f"{origin} is a {kind}, and a {cls.__name__} is needed: make one with "
             f"{MADE_BY[cls.__name__]}"
         )
-    if isinstance(version, int) and version != SCHEMA_VERSION:
+    known = {f.name: f.default for f in msgspec.structs.fields(cls)}.get("schema_version", version)
+    if isinstance(version, int) and version != known:
         raise InputError(
-            f"{origin} has schema version {version} and this Meshwright reads {SCHEMA_VERSION}: "
-            f"write the {cls.__name__} anew with this version"
+            f"{origin} is a {cls.__name__} of schema version {version}, and this Meshwright reads "
+            f"{known}: {_anew(cls)}"
         )
 
 

@@ -25,8 +25,8 @@ class BackgroundFigures(Record, frozen=True, kw_only=True):
     """What a background job on this host has had when the foreground ended, and cost it.
 
     It was let run for ``open_share`` of the time and used ``cpu_s`` of processors. While the
-    foreground made its steps, for ``beside_s``, these were ``beside_open_share`` and
-    ``beside_cpu_s``; it was stopped ``stops`` times then, and held for ``held_shares`` of that
+    foreground made its steps, for ``during_steps_s``, these were ``during_steps_open_share`` and
+    ``during_steps_cpu_s``; it was stopped ``stops`` times then, for ``stopped_shares`` of that
     time: to ``learn`` the steps' undisturbed time, to keep the ``limit``, for want of a ``gap``,
     and while the foreground did something ``else`` than steps. Over ``steps`` of the foreground,
     those included in which it was held, a step took ``slowdown`` times ``undisturbed_s``; up to
@@ -35,11 +35,11 @@ class BackgroundFigures(Record, frozen=True, kw_only=True):
 
     open_share: Share
     cpu_s: Seconds
-    beside_s: Seconds
-    beside_open_share: Share
-    beside_cpu_s: Seconds
+    during_steps_s: Seconds
+    during_steps_open_share: Share
+    during_steps_cpu_s: Seconds
     stops: Index
-    held_shares: dict[str, Share]
+    stopped_shares: dict[str, Share]
     steps: Index
     slowdown: float
     undisturbed_s: Seconds

@@ -19,7 +19,7 @@ from ..cost.step_time import LINKS
 from ..schema.cluster import Interference
 from .schedule import COMPUTE, Message, ScheduleName, Step, Work
 
-ALONE = Interference()
+NO_INTERFERENCE = Interference()
 Interval = tuple[float, float]
 """From when to when, in seconds."""
 
@@ -173,7 +173,7 @@ STEADY_STEPS: dict[ScheduleName, int] = {"barrier": 1, "priority": 4}
 
 
 def simulate(
-    step: Step, interference: Interference = ALONE, steps: int | None = None
+    step: Step, interference: Interference = NO_INTERFERENCE, steps: int | None = None
 ) -> Simulation:
     """Runs ``steps`` steps (as many as the steady state takes if not told) and describes the last.
 

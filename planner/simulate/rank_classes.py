@@ -18,7 +18,7 @@ from ..cost.step_time import LINKS, OnLink
 from ..schema.cluster import Interference
 from ..schema.layout import Layout
 from ..schema.options import Option
-from .events import ALONE, STEADY_STEPS, Simulation, Span, simulate
+from .events import NO_INTERFERENCE, STEADY_STEPS, Simulation, Span, simulate
 from .schedule import COMPUTE, Message, ScheduleName, Step
 from .spread import slowed
 
@@ -26,7 +26,7 @@ RankClasses = frozenset[int]
 """Numbers of rank classes."""
 
 
-class Task(NamedTuple):
+class SimTask(NamedTuple):
     """A piece of a step: computing, a collective that ``classes`` wait for (on a link, which it
     takes on the classes ``occupies``), or a message with gradients, which they do not wait for. It
     starts after the tasks ``after``; low ``urgency`` goes first."""
@@ -75,7 +75,7 @@ class _TaskGraph:
             frozenset(i for i, at in enumerate(self.classes) if at[0] in option.layout.positions)
             for option in decisions
         ]
-        self.tasks: list[Task] = []
+        self.tasks: list[SimTask] = []
         self.ends: list[int] = []
         # The number of the latest task, by rank class, by unit and by edge.
         self._last: dict[int, int] = {}
@@ -87,7 +87,7 @@ class _TaskGraph:
     def _compute(self, k: int, phase: str, seconds: float, after: Sequence[int]) -> int:
         mine = self.of_unit[k]
         seconds *= self.slowest
-        return self._add(Task(COMPUTE, k, phase, seconds, mine, mine, tuple(after)))
+        return self._add(SimTask(COMPUTE, k, phase, seconds, mine, mine, tuple(after)))
 
     def _collective(
         self,
@@ -101,9 +101,11 @@ class _TaskGraph:
         if on.seconds <= 0:
             return after
         occupies = classes if occupies is None else occupies
-        return self._add(Task(LINKS[on.link], unit, phase, on.seconds, classes, occupies, (after,)))
+        return self._add(
+            SimTask(LINKS[on.link], unit, phase, on.seconds, classes, occupies, (after,))
+        )
 
-    def _add(self, task: Task) -> int:
+    def _add(self, task: SimTask) -> int:
         """A task after the latest one of each of its classes."""
         before = {self._last[c] for c in task.classes if c in self._last} | set(task.after)
         self.tasks.append(task._replace(after=tuple(sorted(before))))
@@ -176,7 +178,7 @@ class _TaskGraph:
             first = message.ready
             classes = self.of_unit[first]
             # Not by ``_add``: no class waits for it, and it waits for no other work of theirs.
-            task = Task(
+            task = SimTask(
                 message.link, first, "exchange", message.seconds, classes, classes, (ready,)
             )
             self.tasks.append(task._replace(urgency=urgency))
@@ -187,7 +189,7 @@ class _TaskGraph:
 class _GraphRun:
     """The state of a simulation of a graph's tasks."""
 
-    def __init__(self, tasks: list[Task], interference: Interference) -> None:
+    def __init__(self, tasks: list[SimTask], interference: Interference) -> None:
         self.tasks, self.interference = tasks, interference
         self.left_s = [task.seconds for task in tasks]
         self.waits = [len(task.after) for task in tasks]
@@ -271,7 +273,7 @@ def simulate_rank_classes(
     decisions: Sequence[Option],
     messages: Sequence[Message],
     schedule: ScheduleName,
-    interference: Interference = ALONE,
+    interference: Interference = NO_INTERFERENCE,
     steps: int | None = None,
     *,
     slowest: float = 1.0,

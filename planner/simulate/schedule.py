@@ -20,7 +20,7 @@ from ..cost.step_time import LINKS, Chain, LinkMatrix, Vector
 from ..schema.options import Option
 from ..schema.plan import ScheduleName as ScheduleName
 from . import slicing
-from .slicing import SliceSpec, Travelling
+from .slicing import GradientSize, SliceSpec
 
 COMPUTE = "compute"
 
@@ -137,7 +137,7 @@ def pack_gradients(
         ]
     gradients, made = _in_backward(model, decisions), []
     for numbers in slicing.pack_units(
-        Travelling(g.kind, g.unit, g.shared_bytes) for g in gradients
+        GradientSize(g.kind, g.unit, g.shared_bytes) for g in gradients
     ):
         mine = tuple(gradients[i] for i in numbers)
         kind, sizes = mine[0].kind, [g.shared_bytes for g in mine]
@@ -157,8 +157,8 @@ def _in_backward(model: CostModel, decisions: Sequence[Option]) -> list[Gradient
 def _buckets(model: CostModel, decisions: Sequence[Option]) -> list[tuple[Gradient, ...]]:
     gradients = _in_backward(model, decisions)
     # By undivided sizes: where shards are uneven, ranks would else pack different buckets.
-    travelling = (Travelling(g.kind, g.unit, g.full_bytes) for g in gradients)
-    packed = slicing.pack_buckets(travelling, model.message_bytes)
+    sizes = (GradientSize(g.kind, g.unit, g.full_bytes) for g in gradients)
+    packed = slicing.pack_buckets(sizes, model.message_bytes)
     return [tuple(gradients[i] for i in numbers) for numbers in packed]
 
 
@@ -209,8 +209,8 @@ def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Messa
     found = []
     for k in reversed(range(len(decisions))):
         size = model.unit(k, decisions[k]).gradient_bytes
-        pieces = ceil(size / model.message_bytes)
-        if pieces and not decisions[k].early_release:
-            on = model.exchange(decisions[k], size / pieces)
-            found += [Message((k,), LINKS[on.link], on.seconds, k, on.sent_bytes)] * pieces
+        count = ceil(size / model.message_bytes)
+        if count and not decisions[k].early_release:
+            on = model.exchange(decisions[k], size / count)
+            found += [Message((k,), LINKS[on.link], on.seconds, k, on.sent_bytes)] * count
     return tuple(found)

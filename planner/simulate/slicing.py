@@ -16,8 +16,8 @@ units and no tensors, only sizes, and what may travel together.
 #
 # The first order uses the plan's times. Where those are wrong, a slice whose turn it is holds back
 # others that are ready. So every rank measures, and now and then all agree on the latest times of
-# any rank (``Order`` in executor/gradients/order.py). That agreement travels in the background and
-# is read at the beginning of the next backward, which all ranks begin after the same number of
+# any rank (``SendOrder`` in executor/gradients/order.py). That agreement travels in the background
+# and is read at the beginning of the next backward, which all ranks begin after the same number of
 # exchanges: so they all swap the order at the same step. All that goes in must be equal on all
 # ranks, hence sizes are members' shares of the undivided size (``shared_bytes``), also where this
 # rank has less of a parameter, or nothing.
@@ -45,7 +45,7 @@ class SliceSpec(NamedTuple):
     parts: int = 1
 
 
-class Travelling(NamedTuple):
+class GradientSize(NamedTuple):
     """What packing has to know of a gradient. Those of one ``kind`` may share a message; ``unit``
     is the first that uses it."""
 
@@ -54,7 +54,7 @@ class Travelling(NamedTuple):
     bytes: int
 
 
-def pack_buckets(gradients: Iterable[Travelling], message_bytes: int) -> list[list[int]]:
+def pack_buckets(gradients: Iterable[GradientSize], message_bytes: int) -> list[list[int]]:
     """The numbers of the gradients in each bucket, which is one message under the barrier.
 
     ``gradients`` come in the order of backward, with their undivided sizes. A bucket that one more
@@ -64,7 +64,7 @@ def pack_buckets(gradients: Iterable[Travelling], message_bytes: int) -> list[li
     return sorted(_group(gradients, message_bytes), key=lambda numbers: numbers[-1])
 
 
-def pack_units(gradients: Iterable[Travelling]) -> list[list[int]]:
+def pack_units(gradients: Iterable[GradientSize]) -> list[list[int]]:
     """The numbers of the gradients that get ready and are waited for together, under priority.
 
     ``gradients`` come in the order of backward, with the shares of a member. Those of one unit are
@@ -74,7 +74,7 @@ def pack_units(gradients: Iterable[Travelling]) -> list[list[int]]:
 
 
 def _group(
-    gradients: Iterable[Travelling], message_bytes: int, *, whole_units: bool = False
+    gradients: Iterable[GradientSize], message_bytes: int, *, whole_units: bool = False
 ) -> list[list[int]]:
     found: list[list[int]] = []
     last: dict[Hashable, tuple[list[int], int, int]] = {}  # its numbers, bytes and latest unit

@@ -115,8 +115,8 @@ def check(chosen: Choice, schedule: ScheduleName) -> None:
 
 
 def _agree(what: str, low: float, high: float, *, exact: bool) -> None:
-    near = TOLERANCE * max(low, high) + 1e-12
-    if high < low - near or (exact and high > low + near):
+    margin = TOLERANCE * max(low, high) + 1e-12
+    if high < low - margin or (exact and high > low + margin):
         raise DisagreementError(
             f"{what} gives {low!r} s and what it must not exceed is {high!r} s: "
             "this is a bug of the planner, please report it with the profile and the cluster"

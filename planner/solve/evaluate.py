@@ -89,16 +89,16 @@ def evaluate(
     placement: Sequence[int] | None = None,
     *,
     schedule: ScheduleName = "barrier",
-    bucket_bytes: int = BUCKET_BYTES,
+    message_bytes: int = BUCKET_BYTES,
 ) -> Prediction:
     """The prediction for ``decisions`` (one option for each unit; plain data parallelism if none).
 
-    ``placement[p]`` is the rank at position p. ``bucket_bytes`` is the size of a bucket, or of a
+    ``placement[p]`` is the rank at position p. ``message_bytes`` is the size of a bucket, or of a
     slice under the ``priority`` schedule.
     """
     model = CostModel(
         profile, cluster, goal, micro_batches=micro_batches,
-        placement=tuple(placement) if placement else None, message_bytes=bucket_bytes,
+        placement=tuple(placement) if placement else None, message_bytes=message_bytes,
         sliced=schedule == "priority",
     )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
@@ -237,7 +237,7 @@ def make_plan(
     placement: Sequence[int] | None = None,
     *,
     schedule: ScheduleName = "barrier",
-    bucket_bytes: int = BUCKET_BYTES,
+    message_bytes: int = BUCKET_BYTES,
     executor: Capability = PLAIN,
 ) -> Plan:
     """The Plan of those decisions with its prediction and that of plain data parallelism.
@@ -246,7 +246,7 @@ def make_plan(
     """
     model = CostModel(
         profile, cluster, goal, micro_batches=micro_batches,
-        placement=tuple(placement) if placement else None, message_bytes=bucket_bytes,
+        placement=tuple(placement) if placement else None, message_bytes=message_bytes,
         sliced=schedule == "priority",
     )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
@@ -274,7 +274,7 @@ def plan_by(
         world_size=cluster.world_size,
         goal=goal,
         micro_batches=model.micro_batches,
-        bucket_bytes=model.message_bytes,
+        message_bytes=model.message_bytes,
         schedule=schedule,
         placement=model.placement,
         units=tuple(_unit_plan(ours, k) for k in range(len(decisions))),

@@ -54,7 +54,7 @@ _MEASURED_BYTES: tuple[tuple[str, Quantity], ...] = (
     ("saved", lambda s: s.saved),
     ("map_gradients", lambda s: s.gradient),
     ("workspace", lambda s: s.workspace),
-    ("never_together", lambda s: s.spared),
+    ("never_together", lambda s: s.never_together),
 )
 
 
@@ -108,10 +108,12 @@ class UnitFigures:
         found[:, AT["saved"]] += self._gathered(k, states)
         new = [self.memory.makes_new(layout) for layout, _ in states]
         summed = np.array([self.memory.summed_bytes(k, layout) for layout, _ in states])
-        fresh = here.values(unit, lambda s: s.fresh, divides=False)
+        new_grad = here.values(unit, lambda s: s.new_grad, divides=False)
         # Where it was not measured it follows from the shape alone, and is in the copied figures.
         shaped = found[:, AT["new_grad"]] - summed
-        found[:, AT["new_grad"]] = np.where(new, np.where(fresh > 0, fresh, shaped), 0.0) + summed
+        found[:, AT["new_grad"]] = (
+            np.where(new, np.where(new_grad > 0, new_grad, shaped), 0.0) + summed
+        )
         # A position that takes no part in a layout holds nothing of a unit there, whatever curves
         # say of no samples.
         absent = [self.samples(layout) is None for layout, _ in states]
@@ -261,8 +263,8 @@ def _at_degrees(degrees: Numbers, asked: Numbers) -> Callable[[Reals, bool], Rea
 
     def read(table: Reals, divides: bool) -> Reals:
         if last == 0:
-            alone: Reals = table[0] * perfect if divides else table[0]
-            return alone
+            sole: Reals = table[0] * perfect if divides else table[0]
+            return sole
         straight: Reals = share * table[near, at] + (1.0 - share) * table[far, at]
         lifted = np.maximum(straight, table[near, at] * perfect)
         found: Reals = np.where(beyond, lifted, straight)

@@ -52,7 +52,7 @@ class ListedUnit(NamedTuple):
     figures: Matrix
 
 
-class Block(NamedTuple):
+class PolicyBlock(NamedTuple):
     """One of the choices of a unit: what each policy adds, [state, policy, figure], and where it
     may be had, [state, policy]. ``lost`` is the share of the whole gradient's energy that each
     policy leaves for later: the one thing in which units of the same shape differ here."""
@@ -74,8 +74,8 @@ class UnitTable(NamedTuple):
     exchange."""
 
     states: tuple[State, ...]
-    memory: Block
-    exchange: Block
+    memory: PolicyBlock
+    exchange: PolicyBlock
 
     def split(self, number: int) -> tuple[int, int, int]:
         """(state, memory policy, exchange policy) of an option's number."""
@@ -149,7 +149,7 @@ class OptionTable:
         self.figures = UnitFigures(model, self.memory, position)
         self._edge_figures = EdgeFigures(model)
         self._states: dict[object, tuple[State, ...]] = {}
-        self._exchanges: dict[object, Block] = {}
+        self._exchanges: dict[object, PolicyBlock] = {}
 
     # -- options one by one ----------------------------------------------------------------------
 
@@ -229,12 +229,12 @@ class OptionTable:
         for state, field, row in zip(unit.state_of, fields, unit.figures, strict=True):
             at = state, policies.index(field)
             figures[at], open_[at] = row, True
-        every = Block(policies, figures, open_, self._lost(k, policies))
+        every = PolicyBlock(policies, figures, open_, self._lost(k, policies))
         nothing = np.zeros((len(states), 1, len(FIGURES)))
-        none = Block(((),), nothing, np.ones((len(states), 1), dtype=bool), np.zeros(1))
+        none = PolicyBlock(((),), nothing, np.ones((len(states), 1), dtype=bool), np.zeros(1))
         return UnitTable(states, every, none)
 
-    def _memory_block(self, k: int) -> Block:
+    def _memory_block(self, k: int) -> PolicyBlock:
         states, unit = self.states[k], self.model.profile.units[k]
         plain = self.figures.plain(k, states)
         ways = {"keep": lambda *_: plain, "recompute": self.figures.recomputed,
@@ -245,23 +245,23 @@ class OptionTable:
         parts = [ways[name](k, states, plain) for name in names]
         open_ = np.ones((len(states), len(names)), dtype=bool)
         policies: tuple[Policy, ...] = tuple((("memory", name),) for name in names)
-        return Block(policies, np.stack(parts, axis=1), open_, np.zeros(len(names)))
+        return PolicyBlock(policies, np.stack(parts, axis=1), open_, np.zeros(len(names)))
 
-    def _exchange_block(self, k: int) -> Block:
+    def _exchange_block(self, k: int) -> PolicyBlock:
         """Every exchange policy, as what it adds to the plain one."""
         model, unit = self.model, self.model.profile.units[k]
         offered = tuple(exchange_options(model, k, model.baseline[0], self.capability))
         around = neighbours_bytes(model, k), model.passing_bytes[k]
-        spared = tuple(share.spared for share in unit.shares)  # zero for most units
+        never_together = tuple(share.never_together for share in unit.shares)  # zero for most units
         # All that these figures depend on: units that are alike in it share one block, but for the
         # energy that they lose.
-        key = self.states[k], self.figures.shape(k), around, offered, spared
+        key = self.states[k], self.figures.shape(k), around, offered, never_together
         if key not in self._exchanges:
             self._exchanges[key] = self._exchange(k)
         shared = self._exchanges[key]
         return shared._replace(lost=self._lost(k, shared.policies))
 
-    def _exchange(self, k: int) -> Block:
+    def _exchange(self, k: int) -> PolicyBlock:
         states = self.states[k]
         offered = [
             tuple(exchange_options(self.model, k, Option(*state), self.capability))
@@ -277,7 +277,7 @@ class OptionTable:
                 p = policies.index(_exchange_of(option))
                 figures[i, p] = self.figures.of(k, option) - plain
                 open_[i, p] = True
-        return Block(policies, figures, open_, np.zeros(len(policies)))
+        return PolicyBlock(policies, figures, open_, np.zeros(len(policies)))
 
     def _lost(self, k: int, policies: Sequence[Policy]) -> Reals:
         """The share of the whole gradient's energy that each policy of unit ``k`` leaves."""

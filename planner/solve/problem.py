@@ -33,8 +33,8 @@ class Problem:
     search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen.
     With ``any_schedule`` the better one is chosen, else ``schedule`` is given. ``shard_if_needed``
     shards the exchange only where nothing fits without, or that is clearly quicker. Among plans
-    whose objective is within ``near`` of the best (a share) the simpler is taken. Where nothing
-    fits, the answer ``explains`` why, which takes seconds."""
+    whose objective is within ``tie_tolerance`` of the best (a share) the simpler is taken. Where
+    nothing fits, the answer ``explains`` why, which takes seconds."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -45,8 +45,8 @@ class Problem:
     schedule: ScheduleName = "barrier"
     any_schedule: bool = False
     shard_if_needed: bool = False
-    bucket_bytes: int = BUCKET_BYTES
-    near: float = 0.01
+    message_bytes: int = BUCKET_BYTES
+    tie_tolerance: float = 0.01
     explains: bool = True
     # A problem is the same whoever is told how far it is.
     progress: Progress | None = field(default=None, compare=False)
@@ -55,7 +55,7 @@ class Problem:
     def slice_bytes(self) -> tuple[int, ...]:
         """The sizes of slices or buckets that may be chosen from."""
         chosen = self.goal.slice_bytes if self.schedule == "priority" else ()
-        return tuple(dict.fromkeys(chosen)) or (self.bucket_bytes,)
+        return tuple(dict.fromkeys(chosen)) or (self.message_bytes,)
 
     def placed(self) -> Problem:
         """The problem with a placement chosen, if it left that open."""
@@ -70,7 +70,7 @@ class Problem:
     def cost_model(
         self,
         micro_batches: int = 1,
-        bucket_bytes: int | None = None,
+        message_bytes: int | None = None,
         placement: tuple[int, ...] | None = None,
     ) -> CostModel:
         """The costs for one number of micro-batches and one size of slices or buckets; what is not
@@ -81,7 +81,7 @@ class Problem:
             self.goal,
             micro_batches=micro_batches,
             placement=placement or self.placement,
-            message_bytes=self.bucket_bytes if bucket_bytes is None else bucket_bytes,
+            message_bytes=self.message_bytes if message_bytes is None else message_bytes,
             sliced=self.schedule == "priority",
         )
 

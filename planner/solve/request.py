@@ -106,7 +106,7 @@ def problem_of(
         capability_of(plan, executor),
         executor=executor,
         schedule=plan.schedule,
-        bucket_bytes=plan.bucket_bytes,
+        message_bytes=plan.message_bytes,
         placement=plan.placement,
     )
 

@@ -42,9 +42,6 @@ class Solver(Protocol):
         and the last allows most."""
 
 
-SPELLINGS = {"multipliers": "lagrangian"}
-"""Other names by which a solver may be asked for, and which plans record."""
-
 _solvers: dict[str, Callable[[], Solver]] = {}
 
 
@@ -97,7 +94,7 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
     """
     start = time.perf_counter()
     _load()
-    name, reason = SPELLINGS.get(solver, solver), "asked for"
+    name, reason = solver, "asked for"
     if solver == "auto":
         name, reason = _auto(problem)
     if name not in _solvers:

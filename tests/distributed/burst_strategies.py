@@ -30,18 +30,18 @@ def trials(draw: Any, world: int) -> Trial:
     dtype = draw(st.sampled_from(["float64", "float64", "float32"]))
     made = draw(_plans(name, world))
     optimizer = draw(st.sampled_from(["sgd", "adamw"]))
-    held, clip = draw(st.booleans()), draw(st.sampled_from(["norm", "none", "largest", "value"]))
+    no_sync, clip = draw(st.booleans()), draw(st.sampled_from(["norm", "none", "largest", "value"]))
     if any(unit.early_release for unit in made.units):
         # Whose gradients are gone after the backward that exchanges: nobody may clip them, add to
         # them, or (as is done with AdamW in float32) look at them.
-        held, clip, dtype = True, "none", "float64"
+        no_sync, clip, dtype = True, "none", "float64"
     return Trial(
         model=name,
         plan=made,
         steps=tuple(draw(_backwards(world)) for _ in range(STEPS)),
         dtype=dtype,
         optimizer=optimizer,
-        held=held,
+        no_sync=no_sync,
         clip=clip,
         decays=draw(st.booleans()),
         evaluates=draw(st.booleans()),
@@ -83,7 +83,7 @@ def _plans(draw: Any, name: str, world: int) -> Plan:
             world,
             list(units.values()),
             placement=draw(st.permutations(range(world))),
-            bucket_bytes=draw(st.sampled_from([4096, 256, 64])),
+            message_bytes=draw(st.sampled_from([4096, 256, 64])),
             micro_batches=draw(st.sampled_from([1, 1, 2, 3])),
         )
 

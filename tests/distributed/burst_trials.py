@@ -21,7 +21,7 @@ norm, the largest element), or element by element."""
 class Trial(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """A plan for a model, and how it is trained under it.
 
-    ``steps`` has the counts of each backward of each step; with ``held`` all of a step's but the
+    ``steps`` has the counts of each backward of each step; with ``no_sync`` all of a step's but the
     last are under ``no_sync``. ``plan.micro_batches`` says into how many pieces each is cut.
     ``decays`` halves the learning rate after each step, ``evaluates`` calls the model without
     gradients before the second one. ``seed`` is that of the data.
@@ -32,7 +32,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     steps: tuple[tuple[Counts, ...], ...]
     dtype: DtypeName = "float64"
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    held: bool = False
+    no_sync: bool = False
     clip: Clip = "norm"
     decays: bool = False
     evaluates: bool = False
@@ -46,7 +46,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     @property
     def exchanges(self) -> tuple[int, ...]:
         """How many backwards of each step exchange gradients."""
-        return tuple(1 if self.held else len(step) for step in self.steps)
+        return tuple(1 if self.no_sync else len(step) for step in self.steps)
 
     def tell(self) -> str:
         """The trial as JSON, by which ranks are told of it and which runs it again."""
@@ -65,11 +65,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
             for u in plan.units
             if u.modules
         )
-        flags = [f for f in ("held", "decays", "evaluates") if getattr(self, f)]
+        flags = [f for f in ("no_sync", "decays", "evaluates") if getattr(self, f)]
         return (
             f"{self.model} in {self.dtype} {plan.schedule} at {plan.placement} with "
             f"{self.optimizer}, clipped by {self.clip}, {' '.join(flags)} {self.steps} samples in "
-            f"{self.parts} pieces, slices of {plan.bucket_bytes}, data of {self.seed}: {units}"
+            f"{self.parts} pieces, slices of {plan.message_bytes}, data of {self.seed}: {units}"
         )
 
     __repr__ = __str__

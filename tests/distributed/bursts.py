@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from tests.wire import Carried, exchanged_bytes, moved_bytes
+from tests.wire import ExchangedParam, exchanged_bytes, moved_bytes
 
 LIMIT_S = 20
 """A rank waits so long for the others."""
@@ -90,7 +90,7 @@ class Together:
         self, rank: int, model: nn.Module, found: Discovery, trial: Trial, expected: Expected
     ) -> None:
         self.trial, self.expected, self.found, self.model = trial, expected, found, model
-        self.carried = carried(model, found, trial)
+        self.exchanged_params = exchanged_params(model, found, trial)
         self.optimizer = optimizer_of(trial.optimizer, model.parameters())
         apply(model, self.optimizer, trial.plan, timeout_s=LIMIT_S)
         self.position = trial.plan.placement.index(rank)
@@ -124,8 +124,8 @@ class Together:
         exchanged = self.meter.exchanged_bytes
         last = len(batches) - 1
         for i, (batch, fed) in enumerate(zip(batches, counts, strict=True)):
-            held = trial.held and i < last
-            with self.model.no_sync() if held else nullcontext():
+            no_sync = trial.no_sync and i < last
+            with self.model.no_sync() if no_sync else nullcontext():
                 self._backward(batch, fed)
         if self.by_gradients:
             off = furthest(whole_gradients(self.model), self.expected.gradients[number])
@@ -171,8 +171,10 @@ class Together:
         plan = self.trial.plan
         if any(unit.exchange not in ("dense", "sharded") for unit in plan.units):
             return  # what they put together depends on how often units use them
-        predicted = exchanged_bytes(plan, self.carried, backwards)[self.position]
-        largest = sum(1 + c.share(1, 0) * c.width_bytes // plan.bucket_bytes for c in self.carried)
+        predicted = exchanged_bytes(plan, self.exchanged_params, backwards)[self.position]
+        largest = sum(
+            1 + c.share(1, 0) * c.width_bytes // plan.message_bytes for c in self.exchanged_params
+        )
         told = f"{sent} bytes exchanged, {predicted} predicted"
         assert predicted - backwards * largest <= sent <= predicted * (1 + 1e-12), told
 
@@ -194,10 +196,10 @@ class Together:
                     assert share <= 1, f"{key} of parameter {index} is off by {share}"
 
 
-def carried(model: nn.Module, found: Discovery, trial: Trial) -> list[Carried]:
+def exchanged_params(model: nn.Module, found: Discovery, trial: Trial) -> list[ExchangedParam]:
     """The model's parameters, each at its first user, as the plan divides them."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
-    known: dict[nn.Parameter, Carried] = {}
+    known: dict[nn.Parameter, ExchangedParam] = {}
     for unit in trial.plan.units:
         split = found.unit(unit.name).split(unit.style)
         cuts = {cut.name: cut for cut in split.cuts} if split is not None else {}
@@ -205,7 +207,7 @@ def carried(model: nn.Module, found: Discovery, trial: Trial) -> list[Carried]:
             if any(name.startswith(f"{module}.") for module in unit.modules):
                 shape, width = tuple(tensor.shape), tensor.element_size()
                 cut = cuts.get(name)
-                one = Carried(unit.name, shape, width)
+                one = ExchangedParam(unit.name, shape, width)
                 if cut is not None:
                     one = one._replace(dim=cut.dim, blocks=cut.blocks)
                 known.setdefault(tensor, one)

@@ -52,7 +52,7 @@ def lossy_plan(
             )
             for name in units
         ]
-        return plan(world, units, bucket_bytes=slices_bytes)
+        return plan(world, units, message_bytes=slices_bytes)
 
 
 def share(rank: int, step: int, dtype: torch.dtype, size: int = 6) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ def plan(
     *,
     placement: Sequence[int] | None = None,
     statistics: BatchStatistics = "global",
-    bucket_bytes: int = 2**20,
+    message_bytes: int = 2**20,
     micro_batches: int = 1,
 ) -> Plan:
     """A plan of those units; without any it is plain data parallelism."""
@@ -65,7 +65,7 @@ def plan(
         world_size=world_size,
         goal=Goal(batch=8, batch_statistics=statistics),
         placement=tuple(placement or range(world_size)),
-        bucket_bytes=bucket_bytes,
+        message_bytes=message_bytes,
         micro_batches=micro_batches,
         schedule=_schedules[-1],
         units=tuple(units),

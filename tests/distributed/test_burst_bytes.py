@@ -16,7 +16,7 @@ from meshwright.planner.schema.plan import ExchangePolicy, Plan, UnitPlan
 from plans import plan, scheduled
 from torch import nn
 
-from tests.wire import Carried, exchanged_bytes
+from tests.wire import ExchangedParam, exchanged_bytes
 
 WIDTH, SAMPLES, WARM_UP = 512, 96, 3
 SMALL_BYTES = 40_000
@@ -43,13 +43,13 @@ def _plan(schedule: str, exchange: ExchangePolicy) -> Plan:
     ]
     units = [msgspec.structs.replace(unit, exchange=exchange) for unit in units]
     with scheduled(schedule):
-        return plan(3, units, placement=(2, 0, 1), bucket_bytes=2**18)
+        return plan(3, units, placement=(2, 0, 1), message_bytes=2**18)
 
 
 def leaves_the_process(rank: int, schedule: str, exchange: ExchangePolicy) -> None:
     model, made = _model(), _plan(schedule, exchange)
     parameters = [
-        Carried(name.split(".")[0], tuple(p.shape), p.element_size())
+        ExchangedParam(name.split(".")[0], tuple(p.shape), p.element_size())
         for name, p in model.named_parameters()
     ]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -84,14 +84,14 @@ LAYOUTS: dict[str, Callable[[Plan], Plan]] = {
 
 
 def plan_of(
-    workload: Workload, layout: str, schedule: Any, world: int, bucket_bytes: int = 2**14
+    workload: Workload, layout: str, schedule: Any, world: int, message_bytes: int = 2**14
 ) -> Plan:
     model = workload.model
     found = discover(model, workload.make_batch(2))
     kinds = KINDS if "divided" in layout else ()
     with scheduled(schedule):
         made = plan_for(
-            found, world, by_columns_and_rows(model, world, kinds), bucket_bytes=bucket_bytes
+            found, world, by_columns_and_rows(model, world, kinds), message_bytes=message_bytes
         )
     return LAYOUTS[layout](made)
 
@@ -110,7 +110,7 @@ def trains(
     when: str,
     backend: str = "aot_eager",
     batches: tuple[int, ...] = (4, 5, 4),
-    bucket_bytes: int = 2**14,
+    message_bytes: int = 2**14,
     pieces: int = 1,
 ) -> int:
     """Trains a few steps as one process does; how many graphs that compiled."""
@@ -119,7 +119,7 @@ def trains(
     workload = network(name)
     drawn = [workload.make_batch(size) for size in batches]
     expected = train_alone(twin(workload.model), "sgd", drawn, workload.loss)
-    made = plan_of(workload, layout, schedule, world, bucket_bytes)
+    made = plan_of(workload, layout, schedule, world, message_bytes)
     model = workload.model
     if when == "before":
         model = WAYS[way](model, counter)
@@ -219,7 +219,7 @@ def test_what_is_compiled_anew_sees_no_gradients(ranks, layout):
 def test_graphs_end_where_the_plan_has_something_to_do(ranks, layout, way, message_bytes, graphs):
     counts = ranks(2)(
         trains, 2, "gpt-tiny", layout, "priority", way, "before", batches=(4, 4),
-        bucket_bytes=message_bytes, limit_s=110,
+        message_bytes=message_bytes, limit_s=110,
     )  # fmt: skip
     assert counts == [graphs, graphs]
 

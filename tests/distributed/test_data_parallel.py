@@ -32,7 +32,7 @@ def equal_to_one_process(rank: int, optimizer: str, counts: list[int], schedule:
     model, data = small(), batches(sum(counts))
     expected = train_alone(twin(model), optimizer, data, F.cross_entropy)
     with scheduled(schedule):
-        chosen = plan(len(counts), bucket_bytes=300)
+        chosen = plan(len(counts), message_bytes=300)
     found = train_together(rank, model, optimizer, data, F.cross_entropy, chosen, counts)
     assert_equal(found, expected)
 

@@ -102,7 +102,7 @@ def passes_exchanges(rank: int) -> set[str]:
 @pytest.mark.slow
 def test_exchanges_that_share_or_send_a_part_pass(ranks: Any) -> None:
     for groups in ranks(2)(passes_exchanges, limit_s=90):
-        assert groups >= {"control", "exchange", "parameters 1", "reads 1"}
+        assert groups >= {"control", "exchange", "updated chunks 1", "full gradients 1"}
 
 
 def kinds(rank: int) -> tuple[dict[str, int], int]:
@@ -158,7 +158,7 @@ def trained(divided: bool, world: int, schedule: str, disturb: Callable[[nn.Modu
     ends = [unit(i, 1, "none", world) for i in ("0", "4")]
     with debugging(), scheduled("priority" if schedule == "priority" else "barrier"):
         units = [ends[0], *(inside if divided else plain), ends[1]]
-        apply(model, None, plan(world, units, bucket_bytes=30_000), timeout_s=4)
+        apply(model, None, plan(world, units, message_bytes=30_000), timeout_s=4)
     inputs = torch.ones(3, 256, dtype=torch.float64)
     model(inputs).sum().backward()
     disturb(model)
@@ -172,8 +172,8 @@ def swap_turns(model: nn.Module) -> None:
     turns = exchange._orders.slots
     everybody = [
         i
-        for i, turn in enumerate(turns)
-        if exchange.grad_groups[turn.group].params[0].group.label == "exchange"
+        for i, slot in enumerate(turns)
+        if exchange.grad_groups[slot.group].params[0].group.label == "exchange"
     ]
     one, other = next((i, j) for i, j in pairwise(everybody) if turns[i].group != turns[j].group)
     turns[one], turns[other] = turns[other], turns[one]
@@ -236,8 +236,8 @@ def test_sharded_gradients_read_in_another_order_are_named(ranks: Any) -> None:
     for outcome in ranks(2).outcomes(reads_in_another_order):
         assert outcome.kind == "RunError"
         assert re.search(
-            r"rank 0 issues putting '(.*?)' together.* in group 'reads 1' while rank 1 issues "
-            r"putting '(?!\1)",
+            r"rank 0 issues putting '(.*?)' together.* in group 'full gradients 1' while "
+            r"rank 1 issues putting '(?!\1)",
             outcome.error,
         ), outcome.error
 

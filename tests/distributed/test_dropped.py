@@ -89,10 +89,10 @@ def sent_and_held_are_computed(rank: int) -> None:
         optimizer.zero_grad()
         for total, both in zip(computed, zip(*rows, strict=True), strict=True):
             total += sum(both) / 2
-        held = exchange_state_dict(model)["held"]
+        residuals = exchange_state_dict(model)["residuals"]
         names = [name for name, _ in model.named_parameters()]
         for name, p, s, total in zip(names, model.parameters(), start, computed, strict=True):
-            mine = held.get(name, {}).get("residual", torch.zeros_like(p))
+            mine = residuals.get(name, {}).get("residual", torch.zeros_like(p))
             everyones = mine.clone()
             torch.distributed.all_reduce(everyones)
             # Sums of whole numbers: no rounding, so no tolerance.
@@ -141,10 +141,13 @@ def refuses_what_another_rank_saved(rank: int) -> None:
     with pytest.raises(InputError, match="saved with world_size 3"):
         load_exchange_state_dict(training.model, {**state, "world_size": 3})
     with pytest.raises(InputError, match="holds parts of 'other'"):
-        load_exchange_state_dict(training.model, {**state, "held": {"other": {}}})
-    held = {"3.weight": {"residual": torch.zeros(2)}}
+        load_exchange_state_dict(training.model, {**state, "residuals": {"other": {}}})
+    unsaid = {what: part for what, part in state.items() if what != "residuals"}
+    with pytest.raises(InputError, match="says nothing of 'residuals'"):
+        load_exchange_state_dict(training.model, unsaid)
+    residuals = {"3.weight": {"residual": torch.zeros(2)}}
     with pytest.raises(InputError, match=r"'3.weight' has shape \(2,\), its parameter \(40, 24\)"):
-        load_exchange_state_dict(training.model, {**state, "held": held})
+        load_exchange_state_dict(training.model, {**state, "residuals": residuals})
 
 
 def test_state_of_another_run_is_refused(ranks):
@@ -274,13 +277,13 @@ def test_lossy_exchange_needs_priority(ranks):
 def keeps_what_is_held_when_parameters_are_frozen(rank: int) -> None:
     training = Training(lossy_plan("dropped", 0.1))
     training.steps(range(3))
-    held = exchange_state_dict(training.model)["held"]
-    assert "3.weight" in held
+    residuals = exchange_state_dict(training.model)["residuals"]
+    assert "3.weight" in residuals
     training.model[0].weight.requires_grad_(False)
     inputs, _ = share(rank, 9, torch.float32)
     training.model(inputs)
-    after = exchange_state_dict(training.model)["held"]
-    assert torch.equal(after["3.weight"]["residual"], held["3.weight"]["residual"])
+    after = exchange_state_dict(training.model)["residuals"]
+    assert torch.equal(after["3.weight"]["residual"], residuals["3.weight"]["residual"])
     for parameters in training.steps(range(3, 8)):
         assert_equal_on_all_ranks(parameters)
 

@@ -86,7 +86,7 @@ def _plan(found: Discovery, model: nn.Module, case: Case, exchange: str) -> Plan
     largest = max(p.numel() * p.element_size() for p in model.parameters())
     limit = min(largest // SLICES, LARGEST_SLICE_BYTES)
     with scheduled("priority"):
-        plan = plan_for(found, case.world, _choose(model, case), bucket_bytes=limit)
+        plan = plan_for(found, case.world, _choose(model, case), message_bytes=limit)
     policies: dict[str, ExchangePolicy] = {policy: policy for policy in SHARDING}
     return with_exchange(plan, policies[exchange]) if exchange in policies else plan
 

@@ -165,7 +165,7 @@ class Deep(nn.Module):
 
 def deep_plan(world: int, policy: Any = "fully_sharded", layers: int = 6, **options: Any) -> Any:
     units = [unit(f"layers.{i}", 1, "none", world) for i in range(layers)]
-    return with_exchange(plan(world, units, bucket_bytes=2**17, **options), policy)
+    return with_exchange(plan(world, units, message_bytes=2**17, **options), policy)
 
 
 def input_of(seed: int) -> Tensor:
@@ -421,7 +421,7 @@ def parameters_unused(rank: int) -> None:
     model = Branching()
     alone = twin(model)
     units = [unit(f"layers.{i}", 1, "none", 2) for i in range(len(model.layers))]
-    chosen = with_exchange(plan(2, units, bucket_bytes=2**17), "fully_sharded")
+    chosen = with_exchange(plan(2, units, message_bytes=2**17), "fully_sharded")
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone))
     apply(model, ours, chosen, timeout_s=5)
     for step, uses in enumerate([(True, False), (False, True), (False, False), (True, True)] * 2):

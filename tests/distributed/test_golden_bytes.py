@@ -75,9 +75,9 @@ def units(*styles: str, **decided: Any) -> list[UnitPlan]:
     return [msgspec.structs.replace(u, **decided) for u in found]
 
 
-def planned(schedule: str, of: list[UnitPlan], bucket_bytes: int = 2**13, **how: Any) -> Plan:
+def planned(schedule: str, of: list[UnitPlan], message_bytes: int = 2**13, **how: Any) -> Plan:
     with scheduled(schedule):
-        return plan(WORLD, of, bucket_bytes=bucket_bytes, **how)
+        return plan(WORLD, of, message_bytes=message_bytes, **how)
 
 
 def with_an_idle_rank() -> Plan:

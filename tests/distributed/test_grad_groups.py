@@ -40,11 +40,11 @@ def decided(
     profile: ModelProfile, world: int, degree: int, styles: tuple[Style, ...], **how: Any
 ) -> Decisions:
     """Data parallelism, or linear units divided in these styles in turn."""
-    found, turn = [], 0
+    found, number = [], 0
     for unit in profile.units:
-        style = styles[turn % len(styles)]
+        style = styles[number % len(styles)]
         if degree > 1 and unit.kind == "linear" and unit.split(style) is not None:
-            turn += 1
+            number += 1
             found.append(Option(Layout(groups=world // degree, degree=degree), style, **how))
         else:
             found.append(Option(Layout(groups=world), **({} if unit.fixed else how)))
@@ -57,7 +57,7 @@ def planned(name: str, world: int, degree: int, **how: Any) -> tuple[Plan, CostM
     decisions = decided(profile, world, degree, ("column", "row"), **how)
     model = CostModel(profile, cluster, goal, message_bytes=SLICE_BYTES, sliced=True)
     plain = tuple(Option(o.layout, o.style) for o in decisions)
-    plan = make_plan(profile, cluster, goal, plain, schedule="priority", bucket_bytes=SLICE_BYTES)
+    plan = make_plan(profile, cluster, goal, plain, schedule="priority", message_bytes=SLICE_BYTES)
     units = [
         msgspec.structs.replace(u, exchange=o.exchange, exchange_ratio=o.ratio)
         for u, o in zip(plan.units, decisions, strict=True)
@@ -79,7 +79,7 @@ def sent(rank: int, name: str, plan: Plan) -> tuple[Sent, list[int]]:
         slices = []
         for one in grad_group.slices:
             names = tuple(e.name for e in one.params)
-            slices.append((names, one.cut.part, one.cut.parts))
+            slices.append((names, one.slice_spec.part, one.slice_spec.parts))
             assert isinstance(one, TopkSlice) == (
                 grad_group.params[0].exchange == "topk" and not one.params[0].whole
             )
@@ -105,7 +105,9 @@ def sent_in_buckets(rank: int, name: str, plan: Plan) -> list[tuple[list[str], i
     apply(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, timeout_s=30)
     exchange = run_of(model).gradients._exchange
     assert isinstance(exchange, BucketExchange)
-    return [([e.name for e in b.params], b.sent_bytes) for b in exchange.buckets if not b.alone]
+    return [
+        ([e.name for e in b.params], b.sent_bytes) for b in exchange.buckets if not b.single_rank
+    ]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_the_planner_simulates_the_buckets_that_are_sent(ranks, name, world, deg
     cluster = describe_cluster(device=DEVICE, nodes=world, inter_gbit_s=10.0)
     decisions = decided(profile, world, degree, (style,))
     model = CostModel(profile, cluster, goal, message_bytes=SLICE_BYTES)
-    plan = make_plan(profile, cluster, goal, decisions, bucket_bytes=SLICE_BYTES)
+    plan = make_plan(profile, cluster, goal, decisions, message_bytes=SLICE_BYTES)
     theirs = ranks(world)(sent_in_buckets, name, plan)[0]
     groups = pack_gradients(model, decisions, "barrier")
     assert [[g.name for g in group.gradients] for group in groups] == [names for names, _ in theirs]

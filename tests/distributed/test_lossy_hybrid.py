@@ -47,7 +47,7 @@ def hybrid(exchange: ExchangePolicy, feedback: FeedbackPolicy) -> Plan:
         ]
         how = {"exchange": exchange, "exchange_ratio": RATIO, "feedback": feedback}
         units = [msgspec.structs.replace(u, **how) for u in units]
-        return plan(WORLD, units, placement=PLACEMENT, bucket_bytes=1500)
+        return plan(WORLD, units, placement=PLACEMENT, message_bytes=1500)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class Alone:
         self.named = dict(self.model.named_parameters())
         self.small = {n for n, p in self.named.items() if p.ndim == 1}
         self.holders = [h for name in self.named for h in holders_of(name)]
-        self.held = {h: torch.zeros_like(h.of(self.named[h.name])) for h in self.holders}
+        self.residuals = {h: torch.zeros_like(h.of(self.named[h.name])) for h in self.holders}
         self.buffers = {n: torch.zeros_like(p) for n, p in self.named.items()}
 
     def computed(self, step: int) -> dict[Holder, Tensor]:
@@ -139,7 +139,7 @@ class TopkAlone(Alone):
 
     def __init__(self) -> None:
         super().__init__()
-        self.velocity = {h: torch.zeros_like(v) for h, v in self.held.items()}
+        self.velocity = {h: torch.zeros_like(v) for h, v in self.residuals.items()}
         self.backwards = 0
 
     def sent(self, computed):
@@ -150,13 +150,13 @@ class TopkAlone(Alone):
             if holder.name in self.small:
                 yield holder, (gradient, False)
                 continue
-            waited = self.held[holder] != 0
+            waited = self.residuals[holder] != 0
             velocity = self.velocity[holder].mul_(MOMENTUM).add_(gradient)
-            gathered = self.held[holder] + velocity
+            gathered = self.residuals[holder] + velocity
             count = ceil(round(ratio * gathered.numel(), 9))
             least = gathered.abs().flatten().sort(descending=True).values[count - 1]
             chosen = gathered.abs() >= least
-            self.held[holder] = torch.where(chosen, 0, gathered)
+            self.residuals[holder] = torch.where(chosen, 0, gathered)
             velocity[chosen & waited] = 0
             yield holder, (torch.where(chosen, gathered, 0), True)
 
@@ -178,9 +178,9 @@ class DroppedAlone(Alone):
             if holder.name in self.small:
                 yield holder, (gradient, False)
                 continue
-            gathered, peers = self.held[holder] + gradient, len(holders_of(holder.name))
+            gathered, peers = self.residuals[holder] + gradient, len(holders_of(holder.name))
             goes = holder.name in self.due
-            self.held[holder] = torch.zeros_like(gathered) if goes else gathered
+            self.residuals[holder] = torch.zeros_like(gathered) if goes else gathered
             size = gradient.abs().sum() + (0 if goes else gathered.abs().sum())
             expected[holder.name] += size.item() / (peers * gradient.numel())
             if goes:
@@ -225,14 +225,14 @@ def equals_one_process(
             torch.testing.assert_close(
                 found[name], expected.detach(), rtol=1e-9, atol=1e-10, msg=f"{name} in step {step}"
             )
-        held = exchange_state_dict(model)["held"]
+        residuals = exchange_state_dict(model)["residuals"]
         for holder in alone.holders:
-            if holder.name in held and position in holder.positions:
+            if holder.name in residuals and position in holder.positions:
                 if holder.name in CUT and holder.member != position % DEGREE:
                     continue
-                saved = held[holder.name]
+                saved = residuals[holder.name]
                 residual = saved["mirror"] / RATE if "mirror" in saved else saved["residual"]
-                torch.testing.assert_close(residual, alone.held[holder], rtol=1e-9, atol=1e-10)
+                torch.testing.assert_close(residual, alone.residuals[holder], rtol=1e-9, atol=1e-10)
                 waiting |= {holder.name} if residual.any() else set()
     assert {"2.weight", "4.weight"} <= waiting
     if isinstance(alone, DroppedAlone):

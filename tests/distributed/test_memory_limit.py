@@ -22,7 +22,7 @@ from meshwright.models.units.discover import discover
 from meshwright.models.units.storages import LiveStorages, OverBudgetError, tensors_in
 from meshwright.models.workload import Workload
 from meshwright.models.zoo.data import next_symbol_workload
-from meshwright.models.zoo.gpt import GPT, Shape
+from meshwright.models.zoo.gpt import GPT, GPTShape
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.errors import InputError
@@ -184,7 +184,7 @@ def keeps_limits(rank: int, chosen: list[Triple]) -> list[str]:
 def deep() -> Workload:
     """A transformer of so many blocks that their outputs weigh more than the inside of one."""
     torch.manual_seed(0)
-    shape = Shape(64, length=32, width=32, layers=12, heads=4)
+    shape = GPTShape(64, length=32, width=32, layers=12, heads=4)
     return next_symbol_workload("deep", GPT(shape), 64, 32)
 
 

@@ -22,7 +22,7 @@ from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
 from meshwright.models.units.storages import peak_bytes
 from meshwright.models.workload import Batch
-from meshwright.models.zoo.gpt import GPT, Shape
+from meshwright.models.zoo.gpt import GPT, GPTShape
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import Plan, UnitPlan
 from plans import by_columns_and_rows, plan, plan_for, scheduled, unit
@@ -94,7 +94,7 @@ def trained(
     world = dist.get_world_size()
     choose = by_columns_and_rows(model, degree, ["linear", "conv", "mlp", "attention", "embedding"])
     with scheduled(schedule):
-        made = plan_for(found, world, choose, statistics=statistics, bucket_bytes=SLICE)  # type: ignore[arg-type]
+        made = plan_for(found, world, choose, statistics=statistics, message_bytes=SLICE)  # type: ignore[arg-type]
     assert degree == 1 or any(u.layout.degree > 1 for u in made.units)
     apply(model, ours, change(made), timeout_s=20)
     seen: dict[str, Tensor] = {}
@@ -334,7 +334,7 @@ def every_other_unit(rank: int) -> None:
     """Units that release beside some that do not, in several slices: one order on all ranks."""
 
     def plain(made: Plan) -> Plan:
-        return msgspec.structs.replace(made, bucket_bytes=4096)
+        return msgspec.structs.replace(made, message_bytes=4096)
 
     def mixed(made: Plan) -> Plan:
         units = [
@@ -522,7 +522,7 @@ def not_used_everywhere(rank: int) -> None:
         ours = optimizer_of("adamw", model.parameters())
         found = discover(model, Batch((torch.randn(2, 8),), None))
         with scheduled("priority"):
-            made = plan_for(found, 2, bucket_bytes=64)
+            made = plan_for(found, 2, message_bytes=64)
         apply(model, ours, decided(made, early_release=early), timeout_s=10)
         model.use = rank == 0
         for _ in range(3):
@@ -615,7 +615,7 @@ def segments(rank: int) -> list[int]:
     ]
     for way in ways:
         torch.manual_seed(5)
-        model = GPT(Shape(64, length=32, width=32, layers=8, heads=4))
+        model = GPT(GPTShape(64, length=32, width=32, layers=8, heads=4))
         ours = optimizer_of("sgd", model.parameters())
         symbols = torch.randint(64, (8, 32))
         with scheduled("priority"):

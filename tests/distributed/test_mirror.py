@@ -17,7 +17,7 @@ from meshwright.models.units.storages import peak_bytes
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import FeedbackPolicy
 from test_dropped import resumes, unused_on_some_ranks
-from test_picked import OPTIMIZERS
+from test_topk_exchange import OPTIMIZERS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -87,17 +87,17 @@ class ErrorFeedback(Alone):
 
     def __init__(self, momentum: float = 0.0) -> None:
         super().__init__(momentum)
-        self.held = {key: torch.zeros_like(v) for key, v in self.velocity.items()}
+        self.residuals = {key: torch.zeros_like(v) for key, v in self.velocity.items()}
 
     def move(self, name, computed, rate):
         total = torch.zeros_like(computed[0])
         for rank, gradient in enumerate(computed):
-            held = self.held[rank, name]
-            waited = held != 0
-            held += self.gathered(rank, name, gradient)
-            chosen = chosen_of(held)
-            total += torch.where(chosen, held, 0)
-            held[chosen] = 0
+            residual = self.residuals[rank, name]
+            waited = residual != 0
+            residual += self.gathered(rank, name, gradient)
+            chosen = chosen_of(residual)
+            total += torch.where(chosen, residual, 0)
+            residual[chosen] = 0
             self.forget(rank, name, chosen, waited)
         self.named[name] -= rate * total / WORLD
 
@@ -159,12 +159,14 @@ def equals_error_feedback(rank: int, feedback: FeedbackPolicy, momentum: float) 
         torch.testing.assert_close(found, alone.step(number, 0.05), rtol=0, atol=1e-10)
         torch.testing.assert_close(found, other.step(number, 0.05), rtol=0, atol=1e-10)
         assert_equal_on_all_ranks(found)
-    for name, saved in exchange_state_dict(training.model)["held"].items():
+    for name, saved in exchange_state_dict(training.model)["residuals"].items():
         if "mirror" in saved:
             mirror = alone.named[name].detach() - saved["mirror"]
             torch.testing.assert_close(mirror, other.mirrors[rank, name], rtol=0, atol=1e-10)
         else:
-            torch.testing.assert_close(saved["residual"], alone.held[rank, name], rtol=0, atol=1e-9)
+            torch.testing.assert_close(
+                saved["residual"], alone.residuals[rank, name], rtol=0, atol=1e-9
+            )
     assert ("mirror" in saved) == (feedback != "residual" and feedback != "in_place")
 
 
@@ -178,12 +180,12 @@ def rate_of_their_time(rank: int) -> None:
     """Mirrors hold updates at the rate of the step that computed them, buffers hold gradients."""
     alone, other = ErrorFeedback(), Mirrors()
     runs = [train(started(f), falling, 30) for f in ("in_place", "mirror")]
-    for number, (held, mirrored) in enumerate(zip(*runs, strict=True)):
+    for number, (kept, mirrored) in enumerate(zip(*runs, strict=True)):
         gradients, updates = (
             alone.step(number, falling(number)),
             other.step(number, falling(number)),
         )
-        torch.testing.assert_close(held, gradients, rtol=0, atol=1e-10)
+        torch.testing.assert_close(kept, gradients, rtol=0, atol=1e-10)
         torch.testing.assert_close(mirrored, updates, rtol=0, atol=1e-10)
     assert (updates - gradients).abs().max() > 1e-4
 
@@ -231,9 +233,9 @@ def peaks(rank: int, number: int, width: int) -> dict[str, float]:
 
         steps(3)
         grad_groups = run_of(model).priority.grad_groups
-        held = [f.held for grad_group in grad_groups for f in grad_group.feedback.values()]
+        residuals = [f.residual for grad_group in grad_groups for f in grad_group.feedback.values()]
         velocities = [v for grad_group in grad_groups for v in grad_group.velocities.values()]
-        standing = [*model.parameters(), *held, *velocities]
+        standing = [*model.parameters(), *residuals, *velocities]
         own = sum(p.numel() * p.element_size() for p in model.parameters())
         peak = peak_bytes(lambda steps=steps: steps(2), standing, torch.device("cpu"))
         found[feedback] = peak / own
@@ -256,7 +258,7 @@ def test_mirrors_and_gradients_in_place_hold_less(ranks, number, width):
 def on_the_host(rank: int, work: Callable[..., None], *args: object, **options: object) -> None:
     """Copies to and from the host, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feedback_module, "feedback_of", lambda entry: HostMirror())
+        patch.setattr(feedback_module, "feedback_of", lambda param: HostMirror())
         work(rank, *args, **options)
 
 
@@ -451,8 +453,8 @@ def part_of_the_optimizer(rank: int) -> None:
         model.zero_grad()
     moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     assert moved == [False] * 4 + [True] * 2 + [False] * 2
-    held = exchange_state_dict(model)["held"]
-    assert {n: list(s) for n, s in held.items()} == {
+    residuals = exchange_state_dict(model)["residuals"]
+    assert {n: list(s) for n, s in residuals.items()} == {
         "0.weight": ["residual"], "3.weight": ["mirror"], "5.weight": ["residual"]
     }  # fmt: skip
 

@@ -62,9 +62,9 @@ class Barrier:
     def step(self) -> None:
         self.waits += sum(isinstance(p, PendingParam) for p in self.twins)
         for grad_group in self.grad_groups:
-            for piece in cut([e.shared_bytes for e in grad_group.params], self.limit):
-                mine = [self.twins[grad_group.params[i].parameter] for i in piece.parameters]
-                self.reduce([t.grad.view(-1) for t in mine], piece.part, piece.parts)
+            for spec in cut([e.shared_bytes for e in grad_group.params], self.limit):
+                mine = [self.twins[grad_group.params[i].parameter] for i in spec.parameters]
+                self.reduce([t.grad.view(-1) for t in mine], spec.part, spec.parts)
         self.optimizer.step()
         for twin in self.twins.values():
             twin.grad.zero_()
@@ -88,7 +88,7 @@ def equals_a_barrier(rank: int, name: str, optimizer: str, steps: int, size: int
     limit, ours = 2**18, gently(optimizer_of(optimizer, model.parameters()))
     with scheduled("priority"):
         found = discover(model, workload.make_batch(size))
-        chosen = plan_for(found, dist.get_world_size(), statistics="local", bucket_bytes=limit)
+        chosen = plan_for(found, dist.get_world_size(), statistics="local", message_bytes=limit)
     apply(model, ours, chosen)
     barrier = Barrier(model, optimizer, limit)
     for _ in range(steps):
@@ -184,7 +184,7 @@ def prepared(kind=torch.optim.SGD, degree: int = 1, **options):
     world = dist.get_world_size()
     units = [unit("2", degree, "column", world)] if degree > 1 else []
     with scheduled("priority"):
-        apply(model, ours, plan(world, units, bucket_bytes=64), timeout_s=20)
+        apply(model, ours, plan(world, units, message_bytes=64), timeout_s=20)
     return model, alone, ours, theirs
 
 
@@ -282,7 +282,7 @@ def schedulers(rank: int) -> None:
         first = make(ours) if early else None
         units = [unit("2", degree, "column", 2)] if degree > 1 else []
         with scheduled("priority"):
-            apply(model, ours, plan(2, units, bucket_bytes=64), timeout_s=20)
+            apply(model, ours, plan(2, units, message_bytes=64), timeout_s=20)
         plans = (first or make(ours), make(theirs))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -412,7 +412,7 @@ def agrees_on_a_new_order(rank: int) -> None:
     seen = []
     for seed in range(12):
         step_both(rank, model, alone, ours, theirs, seed)
-        seen.append([tuple(turn) for turn in order.slots])
+        seen.append([tuple(slot) for slot in order.slots])
     equal(model, alone)
     mine: list = [None, None]
     dist.all_gather_object(mine, seen)

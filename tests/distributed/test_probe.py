@@ -12,7 +12,7 @@ from harness import Ranks
 from meshwright.planner.schema.cluster import Cluster, StepOverhead
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.record import decode, encode
-from meshwright.profiler.collectives import COLLECTIVES, Group, curves, measure
+from meshwright.profiler.collectives import COLLECTIVES, MeasuredGroup, curves, measure
 from meshwright.profiler.links import join, probe
 from meshwright.profiler.overhead import measure_overheads
 
@@ -81,7 +81,7 @@ def test_a_second_group_of_the_same_ranks_waits_for_those_that_come_late(
 
 
 def slow_messages(rank: int) -> list[int]:
-    group = Group(dist.group.WORLD, (0, 1), rank, torch.device("cpu"))
+    group = MeasuredGroup(dist.group.WORLD, (0, 1), rank, torch.device("cpu"))
     measure(group, SIZES, 2, budget_s=1e-9)
     return [c.seconds.x[-1] for c in curves(group)]
 

@@ -100,13 +100,13 @@ def net() -> Net:
     return Net().double()
 
 
-def shards(world: int, *, hybrid: bool = False, bucket_bytes: int = 300, **options: Any) -> Plan:
+def shards(world: int, *, hybrid: bool = False, message_bytes: int = 300, **options: Any) -> Plan:
     """Every unit's exchange is sharded; ``hybrid`` divides two of them over two ranks as well."""
     units = []
     for name in NAMES:
         style = {"wide": "column", "back": "row"}.get(name, "none") if hybrid else "none"
         units.append(unit(name, 1 if style == "none" else 2, style, world))
-    return with_exchange(plan(world, units, bucket_bytes=bucket_bytes, **options), _policies[-1])
+    return with_exchange(plan(world, units, message_bytes=message_bytes, **options), _policies[-1])
 
 
 def layouts(world: int) -> list[Plan]:
@@ -114,7 +114,7 @@ def layouts(world: int) -> list[Plan]:
     shard (with two ranks these have none)."""
     return [
         shards(world),
-        shards(world, bucket_bytes=2**20),
+        shards(world, message_bytes=2**20),
         shards(world, hybrid=True, placement=list(reversed(range(world)))),
     ]
 
@@ -275,7 +275,7 @@ def clips_by_value(rank: int, world: int) -> None:
 
 def shows_gradients(rank: int, world: int) -> None:
     """Between backward and step a gradient is the whole average; changes to it count."""
-    for chosen in (shards(world), shards(world, bucket_bytes=2**20)):
+    for chosen in (shards(world), shards(world, message_bytes=2**20)):
         pair = Pair(rank, chosen)
         pair.backward()
         for p, q in zip(pair.model.parameters(), pair.alone.parameters(), strict=True):

@@ -234,7 +234,7 @@ def style_equals_whole(
     world = len(counts)
     data = [Batch((_double(draw(total)),), torch.randint(3, (total,))) for _ in range(2)]
     expected = train_alone(twin(model), "sgd", data, loss)
-    chosen = plan(world, units(degree, world), placement=placement, bucket_bytes=400)
+    chosen = plan(world, units(degree, world), placement=placement, message_bytes=400)
     found = train_together(rank, model, "sgd", data, loss, chosen, counts)
     assert_equal(found, expected)
 

@@ -38,7 +38,7 @@ def made():
     divided = {"left", "right"}
     chosen = plan_for(
         found, 2, lambda unit: (2, "column") if unit.name in divided else (1, "none"),
-        bucket_bytes=400,
+        message_bytes=400,
     )  # fmt: skip
     return model, found, chosen
 
@@ -87,7 +87,7 @@ def crosses_once(rank: int) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(4, 3)).double()
     found = discover(model, Batch((torch.randn(2, 6).double(),), torch.zeros(2)))
     styles = {"0": (2, "column"), "1": (4, "row")}
-    chosen = plan_for(found, 4, lambda unit: styles.get(unit.name, (1, "none")), bucket_bytes=400)
+    chosen = plan_for(found, 4, lambda unit: styles.get(unit.name, (1, "none")), message_bytes=400)
     counts = (2, 1, 0, 3)
     batches = [Batch((torch.randn(6, 6).double(),), torch.randint(3, (6,))) for _ in range(3)]
     expected = train_alone(twin(model), "sgd", batches, F.cross_entropy)

@@ -51,8 +51,8 @@ def layouts(world: int, degree: int = 2) -> list:
 def both(world: int, **options) -> list:
     """Plain data parallelism, and a hybrid plan."""
     return [
-        plan(world, bucket_bytes=200, **options),
-        plan(world, layouts(world), bucket_bytes=200, **options),
+        plan(world, message_bytes=200, **options),
+        plan(world, layouts(world), message_bytes=200, **options),
     ]
 
 
@@ -221,7 +221,7 @@ def parameters_unused(rank: int) -> None:
     torch.manual_seed(2)
     model = Branching().double()
     alone = twin(model)
-    apply(model, None, plan(2, bucket_bytes=1))
+    apply(model, None, plan(2, message_bytes=1))
     counts = [2, 3]
     inputs, target = part(rank, counts)
     side = ("left", "right")[rank]

@@ -107,5 +107,5 @@ def test_what_is_taken_for_plain_is_there_and_not_explained_twice():
 def test_the_glossary_names_nothing_that_is_gone():
     words = {w for w in explained() if w.startswith("--") or w.islower()}
     known = fields() | values() | options() | {"file.py:factory", "package.module:factory"}
-    solvers = {"integer", "multipliers"}
+    solvers = {"integer", "lagrangian"}
     assert words - known - solvers == set()

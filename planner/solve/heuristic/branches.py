@@ -27,7 +27,7 @@ PARTS = (2, 4, 8)
 REASON = "branches run side by side, found by trying, so that nothing is proved of the plan"
 
 
-class Region(NamedTuple):
+class BranchRegion(NamedTuple):
     """A fork, the unit where its ways meet again, and the branches between, as units' indices."""
 
     fork: int
@@ -35,7 +35,7 @@ class Region(NamedTuple):
     branches: tuple[tuple[int, ...], ...]
 
 
-def regions(model: CostModel) -> list[Region]:
+def regions(model: CostModel) -> list[BranchRegion]:
     """Where branches are parallel, larger regions first."""
     graph = nx.DiGraph(model.ends)
     graph.add_nodes_from(range(len(model.profile.units)))
@@ -52,7 +52,7 @@ def regions(model: CostModel) -> list[Region]:
         parts = nx.weakly_connected_components(graph.subgraph(between))
         branches = sorted(tuple(sorted(part)) for part in parts)
         if len(branches) > 1:
-            found.append(Region(fork, join, tuple(branches)))
+            found.append(BranchRegion(fork, join, tuple(branches)))
     return sorted(found, key=lambda r: -sum(map(len, r.branches)))
 
 
@@ -65,7 +65,7 @@ def side_by_side(problem: Problem, result: Result) -> Result:
     if result.plan is None or result.decisions is None or goal.objective != "time" or limited:
         return result
     plan = result.plan
-    model = problem.cost_model(plan.micro_batches, plan.bucket_bytes, plan.placement)
+    model = problem.cost_model(plan.micro_batches, plan.message_bytes, plan.placement)
     best = start = _simulated(problem, model, result.decisions)
     for region in regions(model):
         for decisions in _dealt(problem, model, best.decisions, region):
@@ -94,7 +94,7 @@ def _simulated(problem: Problem, model: CostModel, decisions: Decisions) -> Choi
 
 
 def _dealt(
-    problem: Problem, model: CostModel, decisions: Decisions, region: Region
+    problem: Problem, model: CostModel, decisions: Decisions, region: BranchRegion
 ) -> Iterator[Decisions]:
     """The branches dealt out to equal parts of the ranks."""
     for parts in PARTS:

@@ -38,11 +38,11 @@ def greedy(model: CostModel, limit: float) -> Decisions:
 
 def _widest(model: CostModel, k: int, limit: float) -> Option:
     """The last count, doubling from one, before the limit is passed."""
-    best, alone_s = Option(Layout(groups=1)), single_device_s(model, k)
+    best, single_s = Option(Layout(groups=1)), single_device_s(model, k)
     count = 2
     while count <= min(model.world_size, model.goal.batch):
         option = Option(Layout(groups=count))
-        if own_s(model, k, option) * count > limit * alone_s:
+        if own_s(model, k, option) * count > limit * single_s:
             break
         best, count = option, 2 * count
     return best

@@ -24,7 +24,7 @@ import numpy as np
 from ...cost.compute import busiest_samples
 from ...cost.cost import CostModel
 from ...cost.step_time import Vector
-from ...memory.checkpoint_segments import any_window, windows
+from ...memory.checkpoint_segments import any_segment, possible_segments
 from ...memory.timeline import Persistent, PositionMemory, Table, fullest_bytes
 from ...schema.capability import Capability
 from ...schema.options import Decisions, Option
@@ -37,7 +37,7 @@ from .space import OptionSpace
 
 MOST_STEPS = 400_000
 """About how many times a path is gone on with by one move, in one search."""
-MOST_WINDOWS = 3000
+MOST_SEGMENTS = 3000
 """Segments that are looked at; of more, those of some numbers of modules."""
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -149,7 +149,7 @@ class Checkpointing:
         """The moves from each unit on."""
         found: list[list[Move]] = [[] for _ in self.decisions]
         for policy in (None, "keep", "recompute"):
-            for k, move in enumerate(self._alone(policy)):
+            for k, move in enumerate(self._unit_moves(policy)):
                 if move.options[0] not in [known.options[0] for known in found[k]]:
                     found[k].append(move)
         for k, move in self._segments():
@@ -158,8 +158,8 @@ class Checkpointing:
 
     def _may_fit(self, limit_bytes: float) -> bool:
         """Whether what policies about memory do not change leaves room for anything."""
-        held = self._held(self.decisions)
-        always = sum(float(held.field(name).sum()) for name in Persistent._fields)
+        position = self._position_memory(self.decisions)
+        always = sum(float(position.field(name).sum()) for name in Persistent._fields)
         return max(always, self.update_bytes) <= limit_bytes
 
     @cached_property
@@ -167,15 +167,15 @@ class Checkpointing:
         """The most that updates hold where feature maps have no part in it; policies about memory
         change nothing of it."""
         # By priority units are updated in the next forward, where feature maps are: see ``_most``.
-        held = self._held(self.decisions)
-        return 0.0 if held.sliced else float(fullest_bytes(held)[1].max())
+        position = self._position_memory(self.decisions)
+        return 0.0 if position.sliced else float(fullest_bytes(position)[1].max())
 
-    def _alone(self, policy: MemoryPolicy | None) -> Iterator[Move]:
+    def _unit_moves(self, policy: MemoryPolicy | None) -> Iterator[Move]:
         """Every unit by itself under a policy, where it may have that; else as it is decided."""
         # The bytes of moves are read from the timeline, so that there is no second formula.
         chosen = self._under(policy)
-        held = self._held(chosen)
-        most, saved = self._most(held), held.field("saved")
+        position = self._position_memory(chosen)
+        most, saved = self._most(position), position.field("saved")
         before = saved.cumsum() - saved
         for k, option in enumerate(chosen):
             bytes_ = float(most[k] - before[k])
@@ -188,8 +188,8 @@ class Checkpointing:
             # What is offloaded stays so: it has a part in what other units hold.
             if policy is None or own.memory in ("offload", policy):
                 return own
-            alone = Option(own.layout, own.style, policy)  # whatever else has been decided
-            may = may_have(self.model, k, alone, self.capability)
+            simplest = Option(own.layout, own.style, policy)  # whatever else has been decided
+            may = may_have(self.model, k, simplest, self.capability)
             return own._replace(memory=policy) if may else own
 
         return tuple(of(k, own) for k, own in enumerate(self.decisions))
@@ -199,9 +199,11 @@ class Checkpointing:
         if "recompute" not in self.capability.memory:
             return
         able = [self._may_join(k) for k in range(len(self.decisions))]
-        known = [w for w in windows(self.model.profile) if all(able[w.first : w.last + 1])]
-        if len(known) > MOST_WINDOWS:
-            known = [window for window in known if len(window.modules) in LENGTHS]
+        known = [
+            s for s in possible_segments(self.model.profile) if all(able[s.first : s.last + 1])
+        ]
+        if len(known) > MOST_SEGMENTS:
+            known = [segment for segment in known if len(segment.modules) in LENGTHS]
         if not known:
             return
         kept = self._under("keep")
@@ -212,16 +214,18 @@ class Checkpointing:
         )
         kept_table, joined_table = self._table(kept), self._table(joined)
         again_s = np.array([self._again_s(k, option) for k, option in enumerate(joined)])
-        for window in known:
-            here = slice(window.first, window.last + 1)
-            options = tuple(o._replace(segment=window.modules) for o in joined[here])
+        for segment in known:
+            here = slice(segment.first, segment.last + 1)
+            options = tuple(o._replace(segment=segment.modules) for o in joined[here])
             table = kept_table.copy()
             table[:, here] = joined_table[:, here]
-            held = self._held((*kept[: here.start], *options, *kept[here.stop :]), table)
-            saved = held.field("saved")
-            most = float(self._most(held)[here].max() - saved[: here.start].sum())
+            position = self._position_memory(
+                (*kept[: here.start], *options, *kept[here.stop :]), table
+            )
+            saved = position.field("saved")
+            most = float(self._most(position)[here].max() - saved[: here.start].sum())
             kept_bytes, seconds = float(saved[here].sum()), float(again_s[here].sum())
-            yield window.first, Move(here.stop, options, most, kept_bytes, seconds, len(options))
+            yield segment.first, Move(here.stop, options, most, kept_bytes, seconds, len(options))
 
     def _may_join(self, k: int) -> bool:
         """Whether a unit may be in a segment."""
@@ -248,14 +252,16 @@ class Checkpointing:
         ]
         return np.array(columns, dtype=np.float64).T
 
-    def _held(self, decisions: Sequence[Option], table: Table | None = None) -> PositionMemory:
+    def _position_memory(
+        self, decisions: Sequence[Option], table: Table | None = None
+    ) -> PositionMemory:
         table = self._table(decisions) if table is None else table
         return self.memory.joined(table, self._moved, decisions)
 
-    def _most(self, held: PositionMemory) -> Vector:
+    def _most(self, position: PositionMemory) -> Vector:
         """By unit the most that is there at its points that grow with what is saved."""
-        working, updating = fullest_bytes(held)
-        return np.maximum(working, updating) if held.sliced else working
+        working, updating = fullest_bytes(position)
+        return np.maximum(working, updating) if position.sliced else working
 
 
 def _undominated(labels: list[Label], most: int) -> list[Label]:
@@ -275,7 +281,7 @@ def _undominated(labels: list[Label], most: int) -> list[Label]:
 
 def has_segments(problem: Problem) -> bool:
     """Whether units of the model can be recomputed together."""
-    return "recompute" in problem.capability.memory and any_window(problem.profile)
+    return "recompute" in problem.capability.memory and any_segment(problem.profile)
 
 
 def limited_by_memory(plan: Plan) -> bool:

@@ -11,7 +11,7 @@ from ..answer import Choice, answer, choice
 from ..problem import Infeasibility, Problem, Result
 from .infeasible import Closest, explain, higher, is_least, lifted, needed, with_limit
 from .segmented import fitting_in_segments
-from .splits import Found, feasible, search
+from .splits import FoundPlan, feasible, search
 
 CLOSE = 0.01
 """The least bytes that do are looked for to this share."""
@@ -103,13 +103,13 @@ class Heuristic:
         return None
 
 
-def _found(problem: Problem, time_limit_s: float | None) -> Found:
+def _found(problem: Problem, time_limit_s: float | None) -> FoundPlan:
     """The best plan over all slice sizes, each with its time limit."""
-    sizes = (replace(problem, bucket_bytes=size) for size in problem.slice_bytes)
+    sizes = (replace(problem, message_bytes=size) for size in problem.slice_bytes)
     return min((search(each, time_limit_s) for each in sizes), key=lambda each: each.score)
 
 
-def _choice(found: Found, problem: Problem) -> Choice:
+def _choice(found: FoundPlan, problem: Problem) -> Choice:
     done = found.evaluation
     return choice(done.model, done.decisions, problem.schedule)
 

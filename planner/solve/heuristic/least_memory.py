@@ -135,11 +135,11 @@ def _least_memory(problem: Problem, model: CostModel) -> LeastMemory | None:
     # Every layout that is searched takes position 0 in; another may have less memory.
     for position in sorted({0, limits.index(min(limits))}):
         *peaks, easiest = _at_position(problem, model, options, position)
-        alone, inside = (ceil(p * (1 - ROUNDING)) - limits[position] for p in peaks)
-        found.append(LeastMemory(alone, inside, easiest))
+        unsegmented, segmented = (ceil(p * (1 - ROUNDING)) - limits[position] for p in peaks)
+        found.append(LeastMemory(unsegmented, segmented, easiest))
     best = max(found, key=lambda each: each.over_bytes)
-    inside = max(each.over_bytes_in_segments for each in found)
-    return best._replace(over_bytes_in_segments=inside)
+    segmented = max(each.over_bytes_in_segments for each in found)
+    return best._replace(over_bytes_in_segments=segmented)
 
 
 def _samples(
@@ -179,12 +179,12 @@ def _at_position(
     for k, row in enumerate(options):
         own = np.array([memory.unit(k, o, samples[o.layout]).figures for o in row])
         units.append([own @ weight for weight in weights])
-    earlier, working, later, inside, updating = (
+    earlier, working, later, in_segment, updating = (
         np.array([unit[part].min(axis=0) for unit in units]) for part in range(len(weights))
     )
     behind = later[::-1].cumsum(axis=0)[::-1] - later
     points = earlier.cumsum(axis=0) - earlier + working + behind
-    segmented = inside.cumsum(axis=0) - inside + working + behind
+    segmented = in_segment.cumsum(axis=0) - in_segment + working + behind
     j, track = np.unravel_index(int(points.argmax()), points.shape)
     together = float(updating.sum())
     if together > points[j, track]:

@@ -160,7 +160,7 @@ def _quicker_in_shards(problem: Problem, found: Result, plan: Plan) -> bool:
     # model overlaps that.
     if problem.profile.device_type != "cpu":
         return False
-    tried = _by_priority(problem, plan, found.decisions, plan.bucket_bytes)
+    tried = _by_priority(problem, plan, found.decisions, plan.message_bytes)
     return any(_clearly_better(problem, one, plan) for one in tried)
 
 

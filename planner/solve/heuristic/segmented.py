@@ -46,7 +46,7 @@ def quicker_in_segments(
     if not limited_by_memory(plan):
         return result
     start, problem = time.perf_counter(), problem.placed()
-    own = problem.cost_model(plan.micro_batches, plan.bucket_bytes, plan.placement)
+    own = problem.cost_model(plan.micro_batches, plan.message_bytes, plan.placement)
     known = choice(own, result.decisions, problem.schedule)
     effort_s = EFFORT_S if time_limit_s is None else min(EFFORT_S, time_limit_s / 5)
     best = _best(problem, [(own, result.decisions)], start + effort_s)
@@ -96,8 +96,9 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
 
 def _is_quicker(problem: Problem, new: Choice, known: Choice) -> bool:
     """By formula and, where time is the objective, as simulated."""
-    # Plans within ``near`` of each other count as equal, and one without segments is simpler.
-    if new.objective_s >= known.objective_s * min(1 - problem.near, BETTER):
+    # Plans within ``tie_tolerance`` of each other count as equal, and one without segments is
+    # simpler.
+    if new.objective_s >= known.objective_s * min(1 - problem.tie_tolerance, BETTER):
         return False
     new_s, known_s = (
         evaluation(each.model, each.decisions, schedule=problem.schedule).prediction.step_s

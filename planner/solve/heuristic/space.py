@@ -214,11 +214,11 @@ def improve(scored: ScoredDecisions, start: Candidate, most: int, deadline: floa
     helped = True
     while helped:
         helped = False
-        for near in (moves(scored.space), islice(pairs(scored), PAIRS)):
+        for tried in (moves(scored.space), islice(pairs(scored), PAIRS)):
             # Pairs are many and seldom help (2 of 105 random problems): only where no move does.
             if helped:
                 break
-            for changes in near:
+            for changes in tried:
                 if scored.evaluations >= most or time.perf_counter() > deadline:
                     return Candidate(best, scored.taken())
                 if all(scored.decisions[k] == option for k, option in changes.items()):

@@ -43,7 +43,7 @@ POLISHED, POLISHES = 12, 4
 """How many neighbours of the best plan are simulated, those best by formula, and how often."""
 
 
-class Found(NamedTuple):
+class FoundPlan(NamedTuple):
     """The best plan found: the evaluation, and where memory is tightest under it."""
 
     evaluation: Evaluation
@@ -57,12 +57,12 @@ class Found(NamedTuple):
         return score_of(done.model, done.decisions, over, done.prediction.step_s)
 
 
-def search(problem: Problem, time_limit_s: float | None = None) -> Found:
+def search(problem: Problem, time_limit_s: float | None = None) -> FoundPlan:
     """The best plan over all micro-batch counts: one that fits, if one was found, else the one
     that is the least over its limit."""
     deadline = time.perf_counter() + (time_limit_s or float("inf"))
     counts = [m for m in sorted(set(problem.goal.micro_batches)) if problem.divides_into(m)]
-    best: Found | None = None
+    best: FoundPlan | None = None
     for i, micro_batches in enumerate(counts):
         problem.report(f"{micro_batches} micro-batches", i / len(counts))
         scored = _start(problem, micro_batches)
@@ -104,7 +104,7 @@ def feasible(problem: Problem) -> bool:
     return False
 
 
-def polish(problem: Problem, best: Found, deadline: float) -> Found:
+def polish(problem: Problem, best: FoundPlan, deadline: float) -> FoundPlan:
     """Moves from the best plan to better neighbours, judged by simulation."""
     model = best.evaluation.model
     scored = ScoredDecisions(OptionSpace(model, problem.capability), problem.schedule)
@@ -126,19 +126,19 @@ def polish(problem: Problem, best: Found, deadline: float) -> Found:
 def _neighbours(scored: ScoredDecisions, decisions: Decisions, deadline: float) -> list[Decisions]:
     """The neighbours that are best by formula."""
     scored.move_to(decisions)
-    near: list[Candidate] = []
+    found: list[Candidate] = []
     for changes in moves(scored.space):
-        if time.perf_counter() > deadline or len(near) >= EVALUATIONS:
+        if time.perf_counter() > deadline or len(found) >= EVALUATIONS:
             break
         candidate = scored.tried(changes)
         if candidate is not None:
-            near.append(candidate)
-    return [c.decisions for c in sorted(near, key=lambda c: c.score)[:POLISHED]]
+            found.append(candidate)
+    return [c.decisions for c in sorted(found, key=lambda c: c.score)[:POLISHED]]
 
 
-def _simulated(model: CostModel, decisions: Decisions, problem: Problem) -> Found:
+def _simulated(model: CostModel, decisions: Decisions, problem: Problem) -> FoundPlan:
     done = evaluation(model, decisions, schedule=problem.schedule)
-    return Found(done, excess(model, done.memory))
+    return FoundPlan(done, excess(model, done.memory))
 
 
 def _start(problem: Problem, micro_batches: int) -> ScoredDecisions:

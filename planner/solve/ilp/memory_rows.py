@@ -45,11 +45,11 @@ class MemoryClass(NamedTuple):
     def covers(self, other: MemoryClass) -> bool:
         """Whether what fits here fits there."""
         parts = zip(self.takes_part, other.takes_part, strict=True)
-        held = zip(self.figures, other.figures, strict=True)
+        figures = zip(self.figures, other.figures, strict=True)
         return (
             self.limit_bytes <= other.limit_bytes
             and all((a >= b).all() for a, b in parts)
-            and all((a[:, OWN_BYTES] >= b[:, OWN_BYTES]).all() for a, b in held)
+            and all((a[:, OWN_BYTES] >= b[:, OWN_BYTES]).all() for a, b in figures)
         )
 
 

@@ -3,8 +3,8 @@
 One program for each number of micro-batches and slice size; each must beat the best plan known by
 then (at first the heuristic's), so that most are over when their relaxation is worse. A plan is
 called optimal only where every program was solved or shown to be no better. Then, among plans
-within the share ``near`` of the best, one with the fewest changes of layout is taken, and of these
-one that loses least.
+within the share ``tie_tolerance`` of the best, one with the fewest changes of layout is taken, and
+of these one that loses least.
 
 Where nothing keeps the limits, the program is solved again without one of its limits, with what
 that limit bounds as its objective, for every number of micro-batches and slice size: the least of
@@ -97,7 +97,8 @@ class IntegerSearch:
             chosen,
             IntegerSolver.name,
             bound_s,
-            proved=self.proved and chosen.objective_s <= bound_s * (1 + self.problem.near + 1e-6),
+            proved=self.proved
+            and chosen.objective_s <= bound_s * (1 + self.problem.tie_tolerance + 1e-6),
             seconds=time.perf_counter() - self.start,
         )
 
@@ -132,8 +133,9 @@ class IntegerSearch:
     def _as_run(self, chosen: Choice) -> Choice:
         """Of the plans come across, the one that is quickest as it is run, where formula and
         simulation may differ by the size of buckets or by interference: the plan found for the
-        formula, unless another is better by more than ``near`` (buckets: by more than rounding)."""
-        if self.problem.near <= 0 or self.problem.goal.objective != "time":
+        formula, unless another is better by more than ``tie_tolerance`` (buckets: by more than
+        rounding)."""
+        if self.problem.tie_tolerance <= 0 or self.problem.goal.objective != "time":
             return chosen
 
         def simulated_s(each: Choice) -> float:
@@ -141,7 +143,7 @@ class IntegerSearch:
             return done.prediction.step_s
 
         best = min(self.known, key=simulated_s)
-        room = 1 - (self.problem.near if self.problem.schedule == "priority" else ROUNDING)
+        room = 1 - (self.problem.tie_tolerance if self.problem.schedule == "priority" else ROUNDING)
         return best if simulated_s(best) < simulated_s(chosen) * room else chosen
 
     def _case(self, model: CostModel, done: float, part: float) -> None:
@@ -184,10 +186,10 @@ class IntegerSearch:
     def _compare(self, new: Choice, program: Program, solved: Solved) -> None:
         """Holds the program's step against the formula's."""
         said = (program.step.value() or 0.0) * program.time_unit_s
-        near = AGREES * new.step_s + 1e-9 * program.time_unit_s
+        margin = AGREES * new.step_s + 1e-9 * program.time_unit_s
         # Only where a larger T is worse does it equal the largest row in the best solution.
         pressed = solved.outcome == "optimal" and program.problem.objective.get(program.step, 0.0)
-        if said < new.step_s - near or (pressed and said > new.step_s + near):
+        if said < new.step_s - margin or (pressed and said > new.step_s + margin):
             raise DisagreementError(
                 f"the integer program has {said!r} s for a step that the cost model gives "
                 f"{new.step_s!r} s: this is a bug of the planner, please report it"
@@ -195,17 +197,17 @@ class IntegerSearch:
 
     def _simpler(self, best: Choice) -> Choice:
         """A plan nearly as good that changes layout less and loses less, if time is left."""
-        if self.problem.near <= 0 or self.left_s <= 0 or not self.proved:
+        if self.problem.tie_tolerance <= 0 or self.left_s <= 0 or not self.proved:
             return best
         program = Program(self.problem, OptionTable(best.model, self.problem.capability))
-        program.within(best.objective_s * (1 + self.problem.near))
+        program.within(best.objective_s * (1 + self.problem.tie_tolerance))
         program.simplest()
         solved = run(program.problem, min(self.left_s, 10.0), self.interruption)
         if solved.value is None:
             return best
         new = choice(best.model, program.chosen(), self.problem.schedule)
-        near = best.objective_s * (1 + self.problem.near) * (1 + 1e-8)
-        return new if new.feasible and new.objective_s <= near else best
+        most = best.objective_s * (1 + self.problem.tie_tolerance) * (1 + 1e-8)
+        return new if new.feasible and new.objective_s <= most else best
 
 
 # -- where nothing keeps the limits ----------------------------------------------------------------

@@ -33,7 +33,7 @@ class Elimination(NamedTuple):
     scope: tuple[int, ...]
 
 
-class Order(NamedTuple):
+class EliminationOrder(NamedTuple):
     """An order of elimination, and the edges (by number) that it keeps."""
 
     eliminations: tuple[Elimination, ...]
@@ -47,20 +47,20 @@ class Assignment(NamedTuple):
     states: Numbers
 
 
-def order_of(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> Order:
+def order_of(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> EliminationOrder:
     """The order for units with ``sizes`` states and edges between ``ends``."""
     kept = set(range(len(ends)))
     while True:
         eliminations = _greedy(sizes, [ends[e] for e in sorted(kept)])
         worst = max(eliminations, key=lambda one: _entries(sizes, one), default=None)
         if worst is None or _entries(sizes, worst) <= LARGEST_TABLE:
-            return Order(tuple(eliminations), frozenset(kept))
+            return EliminationOrder(tuple(eliminations), frozenset(kept))
         # Of the edges at these units the one that spans most is relaxed: it is in the scopes of all
         # that lies between its ends.
         inside = {worst.unit, *worst.scope}
         free = [e for e in kept if sizes[ends[e][0]] > 1 and sizes[ends[e][1]] > 1]
-        near = [e for e in free if inside & set(ends[e])]
-        kept.remove(max(near, key=lambda e: (ends[e][1] - ends[e][0], e)))
+        touching = [e for e in free if inside & set(ends[e])]
+        kept.remove(max(touching, key=lambda e: (ends[e][1] - ends[e][0], e)))
 
 
 def _entries(sizes: Sequence[int], one: Elimination) -> int:
@@ -72,31 +72,31 @@ def _entries(sizes: Sequence[int], one: Elimination) -> int:
 
 def _greedy(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> list[Elimination]:
     """Eliminates the unit with the smallest table, the first in forward order among equals."""
-    near: list[set[int]] = [set() for _ in sizes]
+    neighbours: list[set[int]] = [set() for _ in sizes]
     for a, b in ends:
         if sizes[a] > 1 and sizes[b] > 1:
-            near[a].add(b)
-            near[b].add(a)
+            neighbours[a].add(b)
+            neighbours[b].add(a)
     eliminations: list[Elimination] = []
-    queue = [(_entries(sizes, Elimination(k, tuple(near[k]))), k) for k in range(len(sizes))]
+    queue = [(_entries(sizes, Elimination(k, tuple(neighbours[k]))), k) for k in range(len(sizes))]
     heapify(queue)
     gone: set[int] = set()
     while queue:
         cost, k = heappop(queue)
-        if k in gone or cost != _entries(sizes, Elimination(k, tuple(near[k]))):
+        if k in gone or cost != _entries(sizes, Elimination(k, tuple(neighbours[k]))):
             continue  # an entry from before its neighbours changed
         gone.add(k)
-        scope = tuple(sorted(near[k]))
+        scope = tuple(sorted(neighbours[k]))
         eliminations.append(Elimination(k, scope))
         for a in scope:
-            near[a] |= set(scope)
-            near[a] -= {a, k}
-            heappush(queue, (_entries(sizes, Elimination(a, tuple(near[a]))), a))
+            neighbours[a] |= set(scope)
+            neighbours[a] -= {a, k}
+            heappush(queue, (_entries(sizes, Elimination(a, tuple(neighbours[a]))), a))
     return eliminations
 
 
 def minimise(
-    order: Order, units: Sequence[Reals], edges: Sequence[tuple[int, int, Reals]]
+    order: EliminationOrder, units: Sequence[Reals], edges: Sequence[tuple[int, int, Reals]]
 ) -> Assignment:
     """The least Σ units[k][s_k] + Σ edges[s_a, s_b] over the kept edges, relaxed ones at their
     least."""

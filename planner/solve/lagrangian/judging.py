@@ -29,8 +29,9 @@ INFINITE = float("inf")
 # Limits may be overdrawn by this share: sums of floats differ by their order.
 ROUNDING = 5e-10
 IDLE = AT["idle"]
-# Blocks and windows of one other plan that are tried, the larger first: each costs a judgement.
-MOST_WINDOWS = 400
+# Blocks, and parts of them, of one other plan that are tried, the larger first: each costs a
+# judgement.
+MOST_PARTS = 400
 # Options of all units up to which each is tried one by one.
 MOST_OPTIONS = 4000
 
@@ -52,13 +53,13 @@ class Limits(NamedTuple):
         return self.devices * step_s - idle_s if self.economical else step_s
 
 
-class Score(NamedTuple):
+class PlanScore(NamedTuple):
     """How far a plan is over its limits, as shares of them added up, then its objective."""
 
     over: float
     objective: float
 
-    def beats(self, other: Score) -> bool:
+    def beats(self, other: PlanScore) -> bool:
         """Whether this is better by more than rounding."""
         if abs(self.over - other.over) > 1e-12:
             return self.over < other.over
@@ -75,7 +76,7 @@ class JudgedPlan(NamedTuple):
     numbers: Numbers
     figures: Matrix
     rows: Values
-    score: Score
+    score: PlanScore
 
     @property
     def idle_s(self) -> float:
@@ -108,14 +109,14 @@ class PlanJudge:
             not tie.agree[tuple(units[k].state(numbers[k]) for k in (tie.source, tie.target))]
             for tie in self.table.ties
         )
-        return JudgedPlan(numbers, figures, rows, Score(over, limits.objective(step, idle)))
+        return JudgedPlan(numbers, figures, rows, PlanScore(over, limits.objective(step, idle)))
 
     def take_over(
         self, plan: JudgedPlan, other: Numbers, deadline: float, enough: float = 0.0
     ) -> JudgedPlan:
         """The plan after taking over from ``other`` each block of units that helps, until its
         objective is ``enough``."""
-        for block in islice(self._windows(plan.numbers, other), MOST_WINDOWS):
+        for block in islice(self._parts_of_blocks(plan.numbers, other), MOST_PARTS):
             good = not plan.score.over and plan.score.objective <= enough
             if good or time.perf_counter() > deadline:
                 break
@@ -167,8 +168,8 @@ class PlanJudge:
             block.append(other)
         return self._changed(plan, numbers, block)
 
-    def _windows(self, one: Numbers, other: Numbers) -> Iterator[list[int]]:
-        """Every block, then the larger windows of each before the smaller."""
+    def _parts_of_blocks(self, one: Numbers, other: Numbers) -> Iterator[list[int]]:
+        """Every block, then the larger parts of each before the smaller."""
         blocks = self._blocks(one, other)
         yield from blocks
         size = max((len(block) for block in blocks), default=0)

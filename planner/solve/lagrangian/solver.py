@@ -78,9 +78,7 @@ ROUNDING = 1e-6
 class LagrangianSolver:
     """The solver that is registered as ``lagrangian``."""
 
-    # What plans record (``Provenance.solver``) stays the word that plans have had from the first:
-    # ``solver.SPELLINGS`` takes it for ``lagrangian``.
-    name = "multipliers"
+    name = "lagrangian"
 
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""

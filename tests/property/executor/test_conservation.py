@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.gradients.buckets import GradParam
-from meshwright.executor.gradients.dropping import Candidate, choose
-from meshwright.executor.gradients.feedback import HostMirror, Lossy, Residual
+from meshwright.executor.gradients.dropping import DropCandidate, choose
+from meshwright.executor.gradients.feedback import ErrorFeedback, HostMirror, Lossy
 from meshwright.executor.gradients.flat_shard import flat
 from meshwright.executor.gradients.momentum import Momentum
 from meshwright.executor.gradients.topk import TopkGradGroup, TopkState
@@ -36,17 +36,17 @@ def gradients(seed: int, shape: tuple[int, ...], steps: int, *, whole: bool) -> 
     shape=shapes, ratio=st.floats(0.001, 1.0), steps=st.integers(1, 12), seed=st.integers(0, 999)
 )
 def test_elements_that_are_taken_and_those_that_stay_are_all(shape, ratio, steps, seed):
-    residual = Residual()
+    feedback = ErrorFeedback()
     sent = torch.zeros(shape, dtype=torch.float64)
     computed = torch.zeros(shape, dtype=torch.float64)
     for gradient in gradients(seed, shape, steps, whole=True):
         computed += gradient
-        held = flat(residual.add(gradient.clone()))
-        index = held.abs().topk(math.ceil(ratio * held.numel())).indices
-        part = torch.zeros_like(residual.held)
-        flat(part)[index] = residual.take(index)
+        kept = flat(feedback.add(gradient.clone()))
+        index = kept.abs().topk(math.ceil(ratio * kept.numel())).indices
+        part = torch.zeros_like(feedback.residual)
+        flat(part)[index] = feedback.take(index)
         sent += part
-        assert torch.equal(sent + residual.held, computed)
+        assert torch.equal(sent + feedback.residual, computed)
 
 
 @given(
@@ -54,31 +54,31 @@ def test_elements_that_are_taken_and_those_that_stay_are_all(shape, ratio, steps
 )
 def test_no_step_rounds_anything_away(shape, ratio, steps, seed):
     """Of any numbers: what is sent and what stays are the parts of one sum."""
-    residual = Residual()
+    feedback = ErrorFeedback()
     for gradient in gradients(seed, shape, steps, whole=False):
-        before = gradient if residual.held is None else residual.held + gradient
-        held = flat(residual.add(gradient.clone()))
-        index = held.abs().topk(math.ceil(ratio * held.numel())).indices
-        part = torch.zeros_like(residual.held)
-        flat(part)[index] = residual.take(index)
-        assert torch.equal(part + residual.held, before)
+        before = gradient if feedback.residual is None else feedback.residual + gradient
+        kept = flat(feedback.add(gradient.clone()))
+        index = kept.abs().topk(math.ceil(ratio * kept.numel())).indices
+        part = torch.zeros_like(feedback.residual)
+        flat(part)[index] = feedback.take(index)
+        assert torch.equal(part + feedback.residual, before)
 
 
 @given(shape=shapes, seed=st.integers(0, 999), sends=st.lists(st.booleans(), max_size=12))
 def test_pieces_that_wait_are_sent_with_all_that_they_held(shape, seed, sends):
-    residual = Residual()
+    feedback = ErrorFeedback()
     sent = torch.zeros(shape, dtype=torch.float64)
     computed = torch.zeros(shape, dtype=torch.float64)
     for due, new in zip(sends, gradients(seed, shape, len(sends), whole=True), strict=True):
         computed += new
         gradient = new.clone()
         if due:
-            residual.take_all(gradient)
+            feedback.take_all(gradient)
             sent += gradient
         else:
-            residual.add(gradient)
-        held = torch.zeros(shape) if residual.held is None else residual.held
-        assert torch.equal(sent + held, computed)
+            feedback.add(gradient)
+        kept = torch.zeros(shape) if feedback.residual is None else feedback.residual
+        assert torch.equal(sent + kept, computed)
 
 
 RATES = [2.0**-i for i in range(5)]
@@ -90,7 +90,7 @@ RATES = [2.0**-i for i in range(5)]
     ratio=st.floats(0.001, 1.0),
     rates=st.lists(st.sampled_from(RATES), min_size=1, max_size=12),
     seed=st.integers(0, 999),
-    kind=st.sampled_from([Residual, HostMirror]),
+    kind=st.sampled_from([ErrorFeedback, HostMirror]),
 )
 def test_updates_at_the_rate_of_their_time_are_sent_or_held(shape, ratio, rates, seed, kind):
     mirror = kind()
@@ -98,18 +98,18 @@ def test_updates_at_the_rate_of_their_time_are_sent_or_held(shape, ratio, rates,
     computed = torch.zeros(shape, dtype=torch.float64)
     for rate, gradient in zip(rates, gradients(seed, shape, len(rates), whole=True), strict=True):
         computed += rate * gradient
-        held = mirror.add(gradient.clone(), rate)
-        index = flat(held).abs().topk(math.ceil(ratio * held.numel())).indices
-        part = torch.zeros_like(held)
+        kept = mirror.add(gradient.clone(), rate)
+        index = flat(kept).abs().topk(math.ceil(ratio * kept.numel())).indices
+        part = torch.zeros_like(kept)
         flat(part)[index] = mirror.take(index)
         sent += part
-        assert torch.equal(sent + mirror.held, computed)
-    before = mirror.held.clone()
+        assert torch.equal(sent + mirror.residual, computed)
+    before = mirror.residual.clone()
     mirror.restore(before)
     left = torch.zeros_like(before)
     mirror.take_all(left)
     assert torch.equal(left, before)
-    assert mirror.held is None
+    assert mirror.residual is None
 
 
 class Handle:
@@ -121,10 +121,10 @@ PAIR = Group((0, 1), 0, Handle(), "exchange")
 
 def topk_group(feedback: str, shape: tuple[int, ...], ratio: float, rate: float) -> TopkGradGroup:
     parameter = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-    entry = GradParam(
+    param = GradParam(
         "w", parameter, PAIR, 1, parameter.numel(), None, 0, "topk", ratio, feedback=feedback
     )
-    grad_group = TopkGradGroup(0, [entry], 1000)
+    grad_group = TopkGradGroup(0, [param], 1000)
     topk = TopkState([grad_group], Lossy(stages=0))
     optimizer = torch.optim.SGD([parameter], lr=rate)
     topk.momentum = Momentum(optimizer, topk.parameters, topk.mirrored)
@@ -150,30 +150,30 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
     for sends, new in zip(
         exchanged, gradients(seed, shape, len(exchanged), whole=True), strict=True
     ):
-        (entry,) = grad_group.params
+        (param,) = grad_group.params
         new = new.contiguous()
         computed += new
         gradient = new.clone() if waiting is None else waiting + new
         if not sends:
-            waiting = None if grad_group.absorb(entry, gradient) else gradient
+            waiting = None if grad_group.absorb(param, gradient) else gradient
             continue
         waiting = None
-        if grad_group.fold(entry, gradient, lambda: None) is not None:
-            values, index = grad_group._chosen.pop(entry)
+        if grad_group.fold(param, gradient, lambda: None) is not None:
+            values, index = grad_group._chosen.pop(param)
         else:
-            values, index = grad_group._choose(entry, gradient.clone(), 1.0)
+            values, index = grad_group._choose(param, gradient.clone(), 1.0)
         flat(sent)[index] += values / unit
         other = topk_group(feedback, shape, ratio, rate)
         other.load(grad_group.state())
         grad_group = other
-        held = grad_group.feedback[grad_group.params[0]].held
-        assert torch.equal(sent + held / unit, computed)
+        kept = grad_group.feedback[grad_group.params[0]].residual
+        assert torch.equal(sent + kept / unit, computed)
 
 
-pieces = st.builds(Candidate, st.integers(1, 1000), st.floats(0, 1), st.integers(0, 12))
+candidates = st.builds(DropCandidate, st.integers(1, 1000), st.floats(0, 1), st.integers(0, 12))
 
 
-@given(rows=st.lists(pieces, max_size=20), credit=st.floats(-5000, 20000))
+@given(rows=st.lists(candidates, max_size=20), credit=st.floats(-5000, 20000))
 def test_choices_keep_the_budget(rows, credit):
     sent, left = choose(rows, credit, 10)
     spent = sum(p.bytes for p, goes in zip(rows, sent, strict=True) if goes)

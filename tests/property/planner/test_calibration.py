@@ -19,7 +19,7 @@ def run_of(plan, profile, links):
     """The report of a run on the devices and links that are really there."""
     found = evaluate(
         profile, links, plan.goal, decisions_of(plan), plan.micro_batches, plan.placement,
-        schedule=plan.schedule, bucket_bytes=plan.bucket_bytes,
+        schedule=plan.schedule, message_bytes=plan.message_bytes,
     )  # fmt: skip
     measured = Figures(
         step_s=found.compute_s + found.blocking_s + found.exposed_s,
@@ -58,5 +58,5 @@ def test_the_links_that_were_misdescribed_are_found_out(seed, times):
 def evaluated(plan, found):
     return evaluate(
         found.profile, found.cluster, plan.goal, decisions_of(plan), plan.micro_batches,
-        plan.placement, schedule=plan.schedule, bucket_bytes=plan.bucket_bytes,
+        plan.placement, schedule=plan.schedule, message_bytes=plan.message_bytes,
     )  # fmt: skip

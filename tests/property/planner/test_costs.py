@@ -110,7 +110,7 @@ def test_tied_parameters_count_once(case):
 
 @SOME
 @given(decided(measured=True), st.integers(1, 20_000))
-def test_the_search_scores_what_is_simulated(case, bucket_bytes):
+def test_the_search_scores_what_is_simulated(case, message_bytes):
     """Without interference the formula over buckets is the simulation of them."""
     model, chosen = case
     quiet = msgspec.structs.replace(model.cluster, interference=Interference())
@@ -119,7 +119,7 @@ def test_the_search_scores_what_is_simulated(case, bucket_bytes):
         quiet,
         model.goal,
         micro_batches=model.micro_batches,
-        message_bytes=bucket_bytes,
+        message_bytes=message_bytes,
     )
     scored = ScoredDecisions(OptionSpace(model, EVERYTHING), "barrier")
     scored.move_to(chosen)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from meshwright.planner.cost.compute import backward_s, forward_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.ownership import group_samples
-from meshwright.planner.multiplex.jobs import Assumptions, Background, Foreground, timelines
+from meshwright.planner.multiplex.jobs import Assumptions, BackgroundJob, ForegroundJob, timelines
 from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import background_share, simulate_cluster
 from meshwright.planner.solve.evaluate import evaluation
@@ -80,8 +80,8 @@ def test_time_is_conserved_and_classes_are_devices(data, case):
     given_ = data.draw(assumptions(step.step_s))
     horizon_s = step.step_s * data.draw(st.floats(0.3, 4))
     extra = data.draw(st.integers(0, 2))
-    job = Foreground("fg", model.goal.batch, step, step)
-    background = Background("bg", 3, 0.1)
+    job = ForegroundJob("fg", model.goal.batch, step, step)
+    background = BackgroundJob("bg", 3, 0.1)
     run = simulate_cluster(model.world_size + extra, [job], [background], given_, horizon_s)
     found = report(run, bins=7)
     assert sorted(d for c in run.classes for d in c.devices) == list(range(run.devices))
@@ -143,10 +143,10 @@ def test_many_steps_come_to_the_steady_share(data, case):
     if step.step_s <= 0:
         return
     given_ = data.draw(assumptions(step.step_s))
-    job = Foreground("fg", model.goal.batch, step, step)
+    job = ForegroundJob("fg", model.goal.batch, step, step)
     count = 30
     run = simulate_cluster(
-        model.world_size, [job], [Background("bg", 1, 1.0)], given_, count * step.step_s
+        model.world_size, [job], [BackgroundJob("bg", 1, 1.0)], given_, count * step.step_s
     )
     for one in run.classes:
         kind = step.kinds[one.visits[0].kind]

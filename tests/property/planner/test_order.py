@@ -78,10 +78,10 @@ def test_no_slice_waits_for_a_less_urgent_one(groups):
 )
 def test_slices_hold_everything_once_and_none_is_too_large(sizes, limit):
     held = dict.fromkeys(range(len(sizes)), 0.0)
-    for piece in cut(sizes, limit):
-        assert sum(sizes[i] for i in piece.parameters) / piece.parts <= limit
-        assert piece.parts == 1 or len(piece.parameters) == 1
-        for i in piece.parameters:
-            held[i] += 1 / piece.parts
+    for spec in cut(sizes, limit):
+        assert sum(sizes[i] for i in spec.parameters) / spec.parts <= limit
+        assert spec.parts == 1 or len(spec.parameters) == 1
+        for i in spec.parameters:
+            held[i] += 1 / spec.parts
     for i, share in held.items():
         assert abs(share - (sizes[i] > 0)) < 1e-9

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.memory.checkpoint_segments import windows
+from meshwright.planner.memory.checkpoint_segments import possible_segments
 from meshwright.planner.memory.timeline import peak_bytes
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.capability import EVERYTHING
@@ -85,8 +85,8 @@ def ways(model):
     home = Option(data_parallel(2))
     count = len(model.profile.units)
     from_ = {}
-    for window in windows(model.profile):
-        from_.setdefault(window.first, []).append(window)
+    for segment in possible_segments(model.profile):
+        from_.setdefault(segment.first, []).append(segment)
 
     def after(k):
         if k == count:
@@ -95,9 +95,9 @@ def ways(model):
         alone = (o for o in (home, home._replace(memory="recompute"))
                  if o in with_policies(model, k, home, KINDS))  # fmt: skip
         moves = [(k + 1, (option,)) for option in alone]
-        for window in from_.get(k, ()):
-            inside = home._replace(memory="recompute", segment=window.modules)
-            moves.append((window.last + 1, (inside,) * (window.last + 1 - k)))
+        for segment in from_.get(k, ()):
+            inside = home._replace(memory="recompute", segment=segment.modules)
+            moves.append((segment.last + 1, (inside,) * (segment.last + 1 - k)))
         for end, options in moves:
             for rest in after(end):
                 yield (*options, *rest)
@@ -151,14 +151,14 @@ def test_what_is_said_to_fit_fits(model, where):
 @given(models(), st.floats(0, 1), st.sampled_from(("heuristic", "integer")))
 def test_segments_never_make_a_plan_worse(model, where, solver):
     """A plan where there was one, within its limits and no slower."""
-    assume(windows(model.profile))
+    assume(possible_segments(model.profile))
     peaks = sorted(peak(model, decisions) for decisions in ways(model))
     limit = int(peaks[0] + where * (peaks[-1] - peaks[0])) + 1
     goal = msgspec.structs.replace(model.goal, memory_limit_bytes=limit)
     schedule = "priority" if model.sliced else "barrier"
     bare = msgspec.structs.replace(model.profile, pieces=())
     alone, together = (
-        solve(Problem(p, model.cluster, goal, KINDS, schedule=schedule, near=0.0), solver)
+        solve(Problem(p, model.cluster, goal, KINDS, schedule=schedule, tie_tolerance=0.0), solver)
         for p in (bare, model.profile)
     )
     assert together.plan is not None  # the lowest peak of all ways is below the limit

@@ -55,7 +55,7 @@ def shares(model, problem):
 def test_solvers_agree_with_every_combination(seed):
     made = forked(seed)
     best = brute.best(made)
-    exact = IntegerSolver().solve(replace(made, near=0.0))
+    exact = IntegerSolver().solve(replace(made, tie_tolerance=0.0))
     scaled = LagrangianSolver().solve(made, 20)
     if best.objective_s == float("inf"):
         assert exact.plan is None

@@ -29,7 +29,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 256))
 units = [unit(str(i), 1, "none", size) for i in range(4)]
 with scheduled("priority" if schedule == "priority" else "barrier"):
-    chosen = plan(size, units, bucket_bytes=2**18)
+    chosen = plan(size, units, message_bytes=2**18)
 if schedule in SHARDING:
     chosen = with_exchange(chosen, schedule)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -10,7 +10,7 @@ from types import ModuleType
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.multiplex.jobs import Assumptions, Background
+from meshwright.planner.multiplex.jobs import Assumptions, BackgroundJob
 from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.goal import Goal
@@ -53,7 +53,7 @@ def stiff_problem(*names):
         units.append(unit)
     return Problem(
         chain_profile(units), cluster(8, inter=1e12, latency_s=1e-6), Goal(batch=8), BURSTS,
-        schedule="priority", bucket_bytes=2**20, near=0.0,
+        schedule="priority", message_bytes=2**20, tie_tolerance=0.0,
     )  # fmt: skip
 
 
@@ -80,14 +80,14 @@ def test_the_burst_is_chosen_with_the_background_in_mind(choice):
     given = Assumptions(slowdown=1.0)
     plain = choice.best_data_parallel(problem)
     slack = 1.2 * plain.step_s
-    background = Background("bg", 8, 20 * MS)
+    background = BackgroundJob("bg", 8, 20 * MS)
     tried = choice.candidates(problem, given, slack, 5.0)
-    model, found = choice.burst_beside(problem, tried, background, given, slack)
+    model, found = choice.burst_with_background(problem, tried, background, given, slack)
     assert found.step_s <= slack * (1 + 1e-6)
     by_name = dict(zip((u.name for u in model.profile.units), found.decisions, strict=True))
     assert by_name["stiff"].layout.size < 8
     assert found.share > 0.3
     # with no room in time, nothing is shared
-    _, alone = choice.burst_beside(problem, tried, background, given, plain.step_s / 10)
+    _, alone = choice.burst_with_background(problem, tried, background, given, plain.step_s / 10)
     assert alone.copies == 0
     assert alone.background_samples_s == 0

@@ -268,7 +268,7 @@ def test_plans_show_their_classes(laysa, chooser) -> None:
 
 def test_a_device_with_a_host_keeps_mirrors_there(laysa, chooser) -> None:
     ours = laysa.plans.VARIANTS[-1]
-    beside = laysa.plans.Chooser(chooser.profile, laysa.plans.two_hosts(1e3, 1e9), 10**9)
-    there = beside.least(ours, 8)
+    with_host = laysa.plans.Chooser(chooser.profile, laysa.plans.two_hosts(1e3, 1e9), 10**9)
+    there = with_host.least(ours, 8)
     assert there.common.feedback == "host_mirror"
     assert there.peak_bytes < chooser.least(ours, 8).peak_bytes

@@ -255,6 +255,16 @@ def test_damaged_cluster(meshwright, profile_file, cluster_file, tmp_path, field
     assert not out.exists()
 
 
+def test_files_of_an_older_schema(meshwright, profile_file, cluster_file, plan_file):
+    for path, made_by in ((plan_file, "meshwright plan"), (profile_file, "meshwright profile")):
+        changed(path, schema_version=1)
+        words = (path.name, "schema version 1", "reads 2", f"make it anew with '{made_by} ")
+        if path == plan_file:
+            refused(meshwright("compare", path, path), 2, *words)
+        else:
+            refused(meshwright("plan", path, "-c", cluster_file, "--batch", 256), 2, *words)
+
+
 @pytest.mark.parametrize("keep", [0, 1, 100, 5000])
 def test_truncated_profile(meshwright, profile_file, cluster_file, keep):
     profile_file.write_bytes(profile_file.read_bytes()[:keep])

@@ -94,6 +94,11 @@ def test_wrong_files_are_named_with_what_makes_right_ones(
     assert other.code == 2
     assert "is a Plan, and a RunReport is needed" in other.sentence
     assert "launch plan.json --report result.json" in other.sentence
+    older = json.loads(result_file.read_text())
+    Path("older.json").write_text(json.dumps({**older, "background": {"beside_s": 4.0}}))
+    refused = meshwright("calibrate", plan_file, "older.json")
+    assert refused.code == 2
+    assert "launch plan.json --report result.json" in refused.sentence
     none = meshwright("calibrate", plan_file, "none.json")
     assert none.code == 2
     assert "cannot read none.json" in none.sentence

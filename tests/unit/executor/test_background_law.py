@@ -22,17 +22,17 @@ from meshwright.executor.background.protocol import SIZE, Kind, PacerMessage, un
 ALONE_S = 0.2
 
 
-def step_s(law: ShareController, harm: float, alone_s: float = ALONE_S) -> float:
+def step_s(law: ShareController, harm: float, undisturbed_s: float = ALONE_S) -> float:
     """Seconds of a step during which a background that is let run multiplies the time by 1 + harm:
     what is left of a step that is past its limit goes on without it."""
     if not law.share:
-        return alone_s
+        return undisturbed_s
     overdue_s = law.overdue_s()
     assert overdue_s is not None
-    whole_s = alone_s * (1 + harm * law.share)
+    whole_s = undisturbed_s * (1 + harm * law.share)
     if whole_s <= overdue_s:
         return whole_s
-    return overdue_s + alone_s - overdue_s / (1 + harm * law.share)
+    return overdue_s + undisturbed_s - overdue_s / (1 + harm * law.share)
 
 
 def run(law: ShareController, harms: list[float]) -> list[float]:
@@ -100,7 +100,7 @@ def test_a_foreground_that_becomes_slower_by_itself_is_measured_anew():
     law = ShareController(1.1)
     run(law, [0.0] * 50)
     for number in range(51, 51 + 4 * REFRESH_EVERY):
-        law.stepped(number, step_s(law, 0.0, alone_s=0.3))
+        law.stepped(number, step_s(law, 0.0, undisturbed_s=0.3))
     assert law.undisturbed_s == pytest.approx(0.3)
     assert law.share > 0.9
 

@@ -26,19 +26,19 @@ def test_time_is_counted_by_reason_and_only_beside_a_foreground():
     tally.turned(120.0, OPEN, False, lambda: 9.5)
     tally.turned(150.0, OPEN, False, lambda: 0.0)
     assert tally.open_s == 10 + 3 + 30
-    assert tally.beside(30.0) == Usage(
+    assert tally.during_steps(30.0) == Usage(
         seconds=10.0,
         open_s=3.0,
         cpu_s=2.5,
         stops=2,
-        held_s={Hold.LEARN: 2.0, Hold.GAP: 1.0, Hold.LIMIT: 4.0},
+        stopped_s={Hold.LEARN: 2.0, Hold.GAP: 1.0, Hold.LIMIT: 4.0},
     )
 
 
 def test_what_is_used_beside_a_foreground_that_is_still_there():
     tally = Tally(0.0)
     tally.turned(1.0, OPEN, True, lambda: 0.5)
-    assert tally.beside(0.75).cpu_s == 0.25
+    assert tally.during_steps(0.75).cpu_s == 0.25
 
 
 def stepped(foreground: Foreground, *seconds: float) -> None:
@@ -62,12 +62,12 @@ def test_why_it_is_held():
     assert opening(0.0, 1.0, None).why is None
 
 
-def state(beside: Usage, **more: object) -> State:
+def state(during_steps: Usage, **more: object) -> State:
     told = {
         "pid": 7, "ended": "", "seconds": 30.0, "open_s": 12.0, "cpu_s": 11.0, "steps": 40,
         "disturbed": 30, "undisturbed_s": 0.1, "slowdown": 1.04, "priority": "idle class",
     }  # fmt: skip
-    return State(**{**told, "beside": beside, **more})  # type: ignore[arg-type]
+    return State(**{**told, "during_steps": during_steps, **more})  # type: ignore[arg-type]
 
 
 BUSY = Usage(20.0, 5.0, 4.0, 310, {"learn": 4.0, "limit": 3.0, "gap": 8.0})
@@ -86,7 +86,7 @@ def test_what_it_had_is_said_in_shares_of_the_time_beside_the_run():
 
 
 @pytest.mark.parametrize(
-    ("open_s", "held_s", "words"),
+    ("open_s", "stopped_s", "words"),
     [
         (0.0, {"learn": 15.0, "gap": 5.0}, "more steps"),
         (0.1, {"limit": 15.0, "learn": 4.9}, "more than 1.05 times as long; allow more with"),
@@ -95,13 +95,13 @@ def test_what_it_had_is_said_in_shares_of_the_time_beside_the_run():
         (9.0, {"gap": 9.0, "learn": 2.0}, "fewer ranks or threads"),
     ],
 )
-def test_one_that_hardly_ran_is_told_why_and_what_would_help(open_s, held_s, words):
-    beside = Usage(20.0, open_s, 0.19, 3, held_s)
-    said = hardly_ran(state(beside), 1.05)
+def test_one_that_hardly_ran_is_told_why_and_what_would_help(open_s, stopped_s, words):
+    during_steps = Usage(20.0, open_s, 0.19, 3, stopped_s)
+    said = hardly_ran(state(during_steps), 1.05)
     assert said is not None
     assert "0.19 s of CPU in 20.0 s" in said
     assert words in said
-    assert hardly_ran(state(Usage(20.0, open_s, 0.21, 3, held_s)), 1.05) is None
+    assert hardly_ran(state(Usage(20.0, open_s, 0.21, 3, stopped_s)), 1.05) is None
 
 
 def test_one_that_ended_or_ran_beside_no_step_did_not_hardly_run():
@@ -114,6 +114,10 @@ def test_a_state_survives_the_pipe_and_reaches_the_report():
     told = State.read(state(BUSY).text())
     assert told == state(BUSY)
     figures = background_figures(told, 1.2)
-    assert (figures.beside_s, figures.beside_open_share, figures.stops) == (20.0, 0.25, 310)
+    assert (figures.during_steps_s, figures.during_steps_open_share, figures.stops) == (
+        20.0,
+        0.25,
+        310,
+    )
     assert figures.limit == 1.2
-    assert figures.held_shares == {"learn": 0.2, "limit": 0.15, "gap": 0.4}
+    assert figures.stopped_shares == {"learn": 0.2, "limit": 0.15, "gap": 0.4}

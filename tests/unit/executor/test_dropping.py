@@ -10,7 +10,7 @@ from meshwright.executor.comm.watchdog import Watchdog
 from meshwright.executor.gradients.buckets import GradParam
 from meshwright.executor.gradients.dropping import (
     Budget,
-    Candidate,
+    DropCandidate,
     DroppedGradGroup,
     Dropping,
     choose,
@@ -29,7 +29,7 @@ class Handle:
 TWO = Group((0, 1), 0, Handle(), "exchange")
 
 
-def entry(
+def grad_param(
     name: str, *shape: int, ratio: float = 0.5, group: Group = TWO, unit: int = 0
 ) -> GradParam:
     parameter = nn.Parameter(torch.zeros(shape))
@@ -45,80 +45,82 @@ def control() -> Control:
 
 
 def test_the_largest_means_go_first_until_the_credit_is_used_up():
-    pieces = [
-        Candidate(100, 0.1, 0),
-        Candidate(50, 0.4, 0),
-        Candidate(30, 0.3, 0),
-        Candidate(20, 0.2, 0),
+    candidates = [
+        DropCandidate(100, 0.1, 0),
+        DropCandidate(50, 0.4, 0),
+        DropCandidate(30, 0.3, 0),
+        DropCandidate(20, 0.2, 0),
     ]
-    assert choose(pieces, 80, 10) == ([False, True, True, False], 0)
-    assert choose(pieces, 60, 10) == ([False, True, True, False], -20)  # overdrawn by the last
-    assert choose(pieces, 0, 10) == ([False] * 4, 0)
-    assert choose(pieces, 200, 10) == ([True] * 4, 0)
+    assert choose(candidates, 80, 10) == ([False, True, True, False], 0)
+    assert choose(candidates, 60, 10) == ([False, True, True, False], -20)  # overdrawn by the last
+    assert choose(candidates, 0, 10) == ([False] * 4, 0)
+    assert choose(candidates, 200, 10) == ([True] * 4, 0)
 
 
 def test_what_has_waited_too_long_goes_first_and_is_paid_for():
-    pieces = [Candidate(100, 0.1, 3), Candidate(50, 0.4, 2)]
-    assert choose(pieces, 60, 3) == ([True, False], -40)
-    assert choose(pieces, 120, 3) == ([True, True], -30)
+    candidates = [DropCandidate(100, 0.1, 3), DropCandidate(50, 0.4, 2)]
+    assert choose(candidates, 60, 3) == ([True, False], -40)
+    assert choose(candidates, 120, 3) == ([True, True], -30)
 
 
 def test_equal_means_are_sent_in_their_order():
-    assert choose([Candidate(10, 1.0, 0)] * 3, 15, 9)[0] == [True, True, False]
+    assert choose([DropCandidate(10, 1.0, 0)] * 3, 15, 9)[0] == [True, True, False]
 
 
 def test_the_share_that_is_sent_is_the_ratio_over_time_whatever_the_sizes():
     """One piece is most of the bytes, so no single backward can send a fifth."""
     sizes = {"a": (40, 20), "b": (10, 10), "c": (10, 10)}
-    pieces = [entry(name, *shape) for name, shape in sizes.items()]
-    fixed = [entry("bias", 20)]
-    budget = Budget(0.2, pieces, fixed)
-    held = dict.fromkeys(pieces, 0)
+    candidates = [grad_param(name, *shape) for name, shape in sizes.items()]
+    fixed = [grad_param("bias", 20)]
+    budget = Budget(0.2, candidates, fixed)
+    held = dict.fromkeys(candidates, 0)
     steps, sent_bytes = 200, 0
     for _ in range(steps):
-        means = {e: 1.0 + held[e] for e in pieces}  # each new gradient as large as the last
+        means = {e: 1.0 + held[e] for e in candidates}  # each new gradient as large as the last
         sent = budget.choose(means, held, 50)
-        held = {e: 0 if e in sent else held[e] + 1 for e in pieces}
+        held = {e: 0 if e in sent else held[e] + 1 for e in candidates}
         sent_bytes += 4 * (sum(e.full_numel for e in sent) + 20)
     whole = 4 * (800 + 100 + 100 + 20)
     assert sent_bytes / (steps * whole) == pytest.approx(0.2, rel=0.02)
 
 
 def test_a_piece_waits_no_longer_than_allowed():
-    pieces = [entry("large", 10, 10), entry("small", 10, 10)]
-    budget = Budget(0.5, pieces, [])
-    waited = dict.fromkeys(pieces, 0)
+    candidates = [grad_param("large", 10, 10), grad_param("small", 10, 10)]
+    budget = Budget(0.5, candidates, [])
+    waited = dict.fromkeys(candidates, 0)
     longest = 0
     for _ in range(30):
-        sent = budget.choose({pieces[0]: 100.0, pieces[1]: 0.0}, waited, 4)
-        waited = {e: 0 if e in sent else waited[e] + 1 for e in pieces}
-        longest = max(longest, waited[pieces[1]])
+        sent = budget.choose({candidates[0]: 100.0, candidates[1]: 0.0}, waited, 4)
+        waited = {e: 0 if e in sent else waited[e] + 1 for e in candidates}
+        longest = max(longest, waited[candidates[1]])
     assert longest == 4
 
 
 def test_debts_for_stale_pieces_do_not_grow_for_ever():
     """With a patience of 1 every other backward sends all, far more than the ratio of a tenth."""
-    piece = entry("a", 10, 10)
-    budget = Budget(0.1, [piece], [])
+    candidate = grad_param("a", 10, 10)
+    budget = Budget(0.1, [candidate], [])
     for step in range(50):
-        budget.choose({piece: 1.0}, {piece: step % 2}, 1)
+        budget.choose({candidate: 1.0}, {candidate: step % 2}, 1)
     assert budget.credit_bytes >= -2 * 400
 
 
 def test_pieces_travel_alone_and_what_is_sent_whole_together():
-    entries = [
-        entry("w", 100, 100),
-        entry("b", 100),
-        entry("v", 10, 10),
-        entry("c", 10),
+    params = [
+        grad_param("w", 100, 100),
+        grad_param("b", 100),
+        grad_param("v", 10, 10),
+        grad_param("c", 10),
     ]
-    slices = LossyGradGroup(0, entries, 30_000).slices
+    slices = LossyGradGroup(0, params, 30_000).slices
     assert [[e.name for e in s.params] for s in slices] == [["b", "c"], ["w"], ["w"], ["v"]]
 
 
 def test_a_group_is_made_for_its_policy_where_something_travels():
     kinds = {"dense": GradGroup, "dropped": DroppedGradGroup}
-    made = make_grad_groups([entry("b", 9, 9, unit=1, group=ALONE), entry("a", 9, 9)], 100, kinds)
+    made = make_grad_groups(
+        [grad_param("b", 9, 9, unit=1, group=ALONE), grad_param("a", 9, 9)], 100, kinds
+    )
     assert [type(p) for p in made] == [DroppedGradGroup, GradGroup]
 
 
@@ -128,7 +130,7 @@ def drop(first: GradParam, second: GradParam) -> tuple[DroppedGradGroup, Droppin
 
 
 def test_what_is_not_sent_is_held_and_goes_with_the_next():
-    weight, other = entry("w", 2, 2), entry("v", 2, 2)
+    weight, other = grad_param("w", 2, 2), grad_param("v", 2, 2)
     grad_group, agreement = drop(weight, other)
     agreement._due = {other}
     for step, value in enumerate((1.0, -3.0)):
@@ -136,8 +138,8 @@ def test_what_is_not_sent_is_held_and_goes_with_the_next():
         assert not grad_group.sends(weight)
         grad_group.hold(weight)
         assert grad_group.holds(weight)
-        assert grad_group.feedback[weight].held is not None
-        assert grad_group.feedback[weight].held.sum() == (4.0, -8.0)[step]
+        assert grad_group.feedback[weight].residual is not None
+        assert grad_group.feedback[weight].residual.sum() == (4.0, -8.0)[step]
     agreement._due = {weight}
     grad_group.gradients = {weight: torch.full((2, 2), 10.0), other: torch.ones(2, 2)}
     grad_group._release()
@@ -146,7 +148,7 @@ def test_what_is_not_sent_is_held_and_goes_with_the_next():
 
 
 def test_the_first_backward_sends_all_and_the_next_what_is_largest():
-    weight, other = entry("w", 2, 2), entry("v", 2, 2)
+    weight, other = grad_param("w", 2, 2), grad_param("v", 2, 2)
     grad_group, agreement = drop(weight, other)
     assert agreement.sends(weight)
     assert agreement.sends(other)
@@ -167,7 +169,7 @@ def test_the_first_backward_sends_all_and_the_next_what_is_largest():
 
 
 def test_the_agreement_goes_on_from_its_state():
-    one, two = (drop(entry("w", 2, 2), entry("v", 2, 2)) for _ in range(2))
+    one, two = (drop(grad_param("w", 2, 2), grad_param("v", 2, 2)) for _ in range(2))
     for grad_group, agreement in (one, two):
         weight, other = grad_group.params
         for _ in range(3):
@@ -179,6 +181,6 @@ def test_the_agreement_goes_on_from_its_state():
                     grad_group.hold(e)
             agreement.end()
     state = one[1].state()
-    fresh = drop(*one[0].params)[1]
-    fresh.load(state)
-    assert fresh.state() == state == two[1].state()
+    unloaded = drop(*one[0].params)[1]
+    unloaded.load(state)
+    assert unloaded.state() == state == two[1].state()

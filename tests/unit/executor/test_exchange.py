@@ -11,7 +11,9 @@ from torch import nn
 ALONE = Group((0,), 0, None, "exchange")
 
 
-def entry(name: str, numel: int, degree: int = 1, dtype=torch.float32, full: int = 0) -> GradParam:
+def grad_param(
+    name: str, numel: int, degree: int = 1, dtype=torch.float32, full: int = 0
+) -> GradParam:
     parameter = nn.Parameter(torch.zeros(numel, dtype=dtype))
     return GradParam(name, parameter, ALONE, degree, full or numel)
 
@@ -21,25 +23,25 @@ def names(buckets: list[Bucket]) -> list[list[str]]:
 
 
 def test_buckets_are_filled_in_order_up_to_the_limit():
-    entries = [entry(n, size) for n, size in (("a", 10), ("b", 10), ("c", 30), ("d", 5))]
-    assert names(make_buckets(entries, 80)) == [["a", "b"], ["c"], ["d"]]
-    assert names(make_buckets(entries, 10**6)) == [["a", "b", "c", "d"]]
+    params = [grad_param(n, size) for n, size in (("a", 10), ("b", 10), ("c", 30), ("d", 5))]
+    assert names(make_buckets(params, 80)) == [["a", "b"], ["c"], ["d"]]
+    assert names(make_buckets(params, 10**6)) == [["a", "b", "c", "d"]]
 
 
 def test_what_cannot_travel_together_has_buckets_of_its_own():
-    entries = [
-        entry("a", 1),
-        entry("b", 1, degree=2),
-        entry("c", 1, dtype=torch.float64),
-        entry("d", 1),
+    params = [
+        grad_param("a", 1),
+        grad_param("b", 1, degree=2),
+        grad_param("c", 1, dtype=torch.float64),
+        grad_param("d", 1),
     ]
-    assert names(make_buckets(entries, 100)) == [["b"], ["c"], ["a", "d"]]  # as they fill
+    assert names(make_buckets(params, 100)) == [["b"], ["c"], ["a", "d"]]  # as they fill
 
 
 def test_shards_count_with_their_full_size():
     """So that members with less, or with nothing, make the same buckets."""
-    full = [entry("a", 6, 2, full=10), entry("b", 6, 2, full=10)]
-    less = [entry("a", 4, 2, full=10), entry("b", 0, 2, full=10)]
+    full = [grad_param("a", 6, 2, full=10), grad_param("b", 6, 2, full=10)]
+    less = [grad_param("a", 4, 2, full=10), grad_param("b", 0, 2, full=10)]
     assert names(make_buckets(full, 50)) == names(make_buckets(less, 50)) == [["a"], ["b"]]
 
 

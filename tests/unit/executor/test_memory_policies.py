@@ -180,15 +180,15 @@ def blocks(number=6, width=32):
 @pytest.mark.parametrize("policy", ["recompute", "offload"])
 def test_peak_falls(policy, host):
     kept, x = blocks(), torch.randn(8, 32, 32)
-    lean = copy.deepcopy(kept)
+    saving = copy.deepcopy(kept)
     leaves = ("norm", "attention", "up", "down")
     if policy == "offload":
         names = [f"{i}.{leaf}" for i in range(6) for leaf in leaves]
-        install(lean, [unit((name,), policy) for name in names])
+        install(saving, [unit((name,), policy) for name in names])
     else:
         segmented = [(f"{i}.{leaf}", (str(i),)) for i in range(6) for leaf in leaves]
-        install(lean, [unit((name,), policy, segment) for name, segment in segmented])
-    before, after = peak(kept, x), peak(lean, x)
+        install(saving, [unit((name,), policy, segment) for name, segment in segmented])
+    before, after = peak(kept, x), peak(saving, x)
     if policy == "offload":  # what this host holds counts as memory too
         assert host.sent_bytes > 0.4 * before
     else:

@@ -47,7 +47,9 @@ def sent(schedule: str, **how: object) -> list[tuple[list[int], tuple[SliceSpec,
             for b in make_buckets(params, 2_000)
         ]
     groups = [LossyGradGroup(0, params, 2_000)] if how else make_grad_groups(params, 2_000)
-    return [([e.unit for e in g.params], tuple(s.cut for s in g.slices)) for g in groups[::-1]]
+    return [
+        ([e.unit for e in g.params], tuple(s.slice_spec for s in g.slices)) for g in groups[::-1]
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["barrier", "priority"])

@@ -7,7 +7,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from meshwright.executor.comm.control import Row, check_rows
+from meshwright.executor.comm.control import RankRow, check_rows
 from meshwright.executor.comm.watchdog import DEFAULT_TIMEOUT_S, time_limit
 from meshwright.executor.forward import Forward, Weight, samples_of, scale_output
 from meshwright.executor.micro import _emptied
@@ -77,7 +77,7 @@ def test_nothing_is_left_of_a_mean_over_nothing():
     assert weight.grad == 0
 
 
-ROW = Row(number=3, samples=2, shapes=5, mode=3)
+ROW = RankRow(number=3, samples=2, shapes=5, mode=3)
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,9 @@ def test_nothing_before_a_released_unit_is_ready_later(released):
     found = place_released(urgent, mine)
     assert sorted(found) == sorted(SendSlot(k, n) for k in range(4) for n in range(2))
     assert [t for t in found if t.group not in released] == urgent
-    for i, turn in enumerate(found):
-        if turn.group in released:
-            assert all(before.group >= turn.group for before in found[:i])
+    for i, slot in enumerate(found):
+        if slot.group in released:
+            assert all(before.group >= slot.group for before in found[:i])
 
 
 def test_each_group_is_due_once_in_a_backward():
@@ -120,7 +120,7 @@ def test_it_can_be_looked_at_and_cleared():
 
 
 @dataclass(eq=False)
-class Entry:
+class Param:
     name: str
     parameter: nn.Parameter
 
@@ -132,7 +132,7 @@ def test_a_step_must_be_as_gradients_were_applied():
     seen = []
     early = EarlyUpdates(optimizer, seen.append)
     others.grad = torch.ones(2)
-    early.update([Entry("weight", layer.weight), Entry("others", others)])
+    early.update([Param("weight", layer.weight), Param("others", others)])
     assert seen == [[layer.weight]]
     assert torch.equal(others.grad, torch.ones(2)), "another optimizer's"
     with pytest.raises(InputError, match="no step"):

@@ -12,7 +12,7 @@ from meshwright.executor.comm.groups import Group, World
 from meshwright.executor.comm.watchdog import Watchdog
 from meshwright.executor.gradients import order as schedule
 from meshwright.executor.gradients.buckets import GradParam
-from meshwright.executor.gradients.order import Order, Orders
+from meshwright.executor.gradients.order import Orders, SendOrder
 from meshwright.executor.gradients.slices import GradGroup, make_grad_groups
 from meshwright.planner.schema.layout import Layout
 from torch import nn
@@ -21,23 +21,23 @@ ALONE = Group((0,), 0, None, "exchange")
 LARGE = 200_000  # elements: no two units share a group
 
 
-def order_of(backward_s: float, exchange_s: float) -> tuple[Order, list[GradGroup]]:
+def order_of(backward_s: float, exchange_s: float) -> tuple[SendOrder, list[GradGroup]]:
     """That of three units of two slices each whose times the plan says."""
     unit = SimpleNamespace(backward_s=backward_s, exchange_s=exchange_s)
     plan: Any = SimpleNamespace(units=[unit] * 3)
-    entries = [
+    params = [
         GradParam(name, nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, at)
         for at, name in reversed(list(enumerate("abc")))
     ]
-    grad_groups = make_grad_groups(entries, 2 * LARGE)
+    grad_groups = make_grad_groups(params, 2 * LARGE)
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
-    return Order(Orders(plan), grad_groups, Control(world, Watchdog(0, 1, 10.0))), grad_groups
+    return SendOrder(Orders(plan), grad_groups, Control(world, Watchdog(0, 1, 10.0))), grad_groups
 
 
 def names_in_order(backward_s: float, exchange_s: float) -> list[str]:
     """Whose slices leave."""
     order, grad_groups = order_of(backward_s, exchange_s)
-    return [grad_groups[turn.group].params[0].name for turn in order.slots]
+    return [grad_groups[slot.group].params[0].name for slot in order.slots]
 
 
 def test_without_times_slices_leave_in_the_order_of_backward() -> None:
@@ -93,20 +93,20 @@ def names_where(divided: int, *, idle: bool = False) -> list[str]:
     part = LARGE // 4
     mine = nn.Parameter(torch.zeros(divided * part))
     layout = Layout(groups=1, degree=2) if idle else None
-    entries = [
+    params = [
         GradParam("c", nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, 2),
         GradParam("b", mine, ALONE, 2, 7 * part, None, 1, layout=layout, idle=idle),
         GradParam("a", nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, 0),
     ]
-    grad_groups = make_grad_groups(entries, 2 * LARGE)
+    grad_groups = make_grad_groups(params, 2 * LARGE)
     plan: Any = SimpleNamespace(units=[SimpleNamespace(backward_s=1.0, exchange_s=1.0)] * 3)
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
-    order = Order(Orders(plan), grad_groups, Control(world, Watchdog(0, 1, 10.0)))
+    order = SendOrder(Orders(plan), grad_groups, Control(world, Watchdog(0, 1, 10.0)))
     # The first unit gets ready between the ends of three and of four parts of the second.
     ready_s = 13 * part / schedule.LATE
     order._coming = SimpleNamespace(rows=lambda: [[1.0, ready_s, 0.0, 0.0]])  # type: ignore[assignment]
     order.begin()
-    return [grad_groups[turn.group].params[0].name for turn in order.slots]
+    return [grad_groups[slot.group].params[0].name for slot in order.slots]
 
 
 def test_all_ranks_find_one_order_however_much_they_have_of_a_parameter() -> None:

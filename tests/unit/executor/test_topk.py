@@ -6,7 +6,7 @@ import pytest
 import torch
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.gradients.buckets import GradParam
-from meshwright.executor.gradients.feedback import Lossy, Residual
+from meshwright.executor.gradients.feedback import ErrorFeedback, Lossy
 from meshwright.executor.gradients.momentum import Momentum, check_momentum
 from meshwright.executor.gradients.priority import PriorityExchange
 from meshwright.executor.gradients.topk import (
@@ -37,32 +37,32 @@ TWO = Group((0, 1), 0, Handle(), "exchange")
 
 
 def topk_group(*shapes: tuple[int, ...], ratio: float = 0.25) -> tuple[TopkGradGroup, TopkState]:
-    entries = []
+    params = []
     for i, shape in enumerate(shapes):
         parameter = nn.Parameter(torch.zeros(shape))
         whole = len(shape) <= 1
-        entries.append(
+        params.append(
             GradParam(str(i), parameter, TWO, 1, parameter.numel(), None, 0, "topk", ratio, whole)
         )
-    grad_group = TopkGradGroup(0, entries, 1000)
+    grad_group = TopkGradGroup(0, params, 1000)
     return grad_group, TopkState([grad_group], Lossy(stages=0))
 
 
-def picked(grad_group: TopkGradGroup, gradient: list[list[float]]) -> dict[int, float]:
-    entry = grad_group.params[0]
-    values, index = grad_group._choose(entry, torch.tensor(gradient), 1.0)
+def sent_of(grad_group: TopkGradGroup, gradient: list[list[float]]) -> dict[int, float]:
+    param = grad_group.params[0]
+    values, index = grad_group._choose(param, torch.tensor(gradient), 1.0)
     return dict(zip(index.tolist(), values.tolist(), strict=True))
 
 
 def test_the_largest_by_magnitude_are_sent_and_the_others_held():
     grad_group, _ = topk_group((2, 4), ratio=0.25)
-    sent = picked(grad_group, [[1.0, -5.0, 2.0, 0.0], [4.0, -3.0, 0.5, 0.0]])
+    sent = sent_of(grad_group, [[1.0, -5.0, 2.0, 0.0], [4.0, -3.0, 0.5, 0.0]])
     assert sent == {1: -5.0, 4: 4.0}
-    sent = picked(grad_group, [[1.5, 1.0, 0.5, 0.0], [0.0, -1.0, 0.0, 0.0]])
+    sent = sent_of(grad_group, [[1.5, 1.0, 0.5, 0.0], [0.0, -1.0, 0.0, 0.0]])
     assert sent == {5: -4.0, 0: 2.5} or sent == {5: -4.0, 2: 2.5}  # both are 2.5
-    held = grad_group.feedback[grad_group.params[0]].held
-    assert held is not None
-    assert held.sum() == pytest.approx(1.0 + 2.5 + 0.5)
+    residual = grad_group.feedback[grad_group.params[0]].residual
+    assert residual is not None
+    assert residual.sum() == pytest.approx(1.0 + 2.5 + 0.5)
 
 
 def test_at_least_one_element_is_sent():
@@ -87,11 +87,11 @@ def test_a_sampled_threshold_chooses_exactly_the_largest(kind, count):
 
 
 def test_elements_are_counted_as_they_lie_in_memory():
-    residual = Residual()
-    residual.add(torch.arange(6.0).view(2, 3).t())
-    assert residual.take(torch.tensor([4])).tolist() == [4.0]
-    assert residual.held is not None
-    assert residual.held[1, 1] == 0
+    feedback = ErrorFeedback()
+    feedback.add(torch.arange(6.0).view(2, 3).t())
+    assert feedback.take(torch.tensor([4])).tolist() == [4.0]
+    assert feedback.residual is not None
+    assert feedback.residual[1, 1] == 0
 
 
 def test_the_share_falls_exponentially_to_the_plans():
@@ -175,11 +175,11 @@ def corrected() -> tuple[TopkGradGroup, Momentum]:
 
 def test_held_elements_gather_momentum_and_lose_it_when_they_are_sent():
     grad_group, _ = corrected()
-    entry = grad_group.params[0]
-    assert picked(grad_group, [[1.0, 3.0, 0.0, 0.0]]) == {1: 3.0}
+    param = grad_group.params[0]
+    assert sent_of(grad_group, [[1.0, 3.0, 0.0, 0.0]]) == {1: 3.0}
     # Sent at once, its velocity stays; held back, it counts twice: 1 + (0.5 · 1 + 1).
-    assert picked(grad_group, [[1.0, 0.0, 0.0, 0.0]]) == {0: 2.5}
-    assert grad_group.velocities[entry].tolist() == [[0.0, 1.5, 0.0, 0.0]]
+    assert sent_of(grad_group, [[1.0, 0.0, 0.0, 0.0]]) == {0: 2.5}
+    assert grad_group.velocities[param].tolist() == [[0.0, 1.5, 0.0, 0.0]]
 
 
 def test_one_step_for_each_exchange():
@@ -212,8 +212,8 @@ def test_what_is_copied_out_of_its_message_waits_for_those_before_it(feedback):
     mine = []
     for i, whole in enumerate((False, True, False)):
         weight = nn.Parameter(torch.zeros(4, 4))
-        entry = GradParam(str(i), weight, TWO, 1, 16, None, 0, "topk", 0.25, whole, feedback)
-        grad_group = TopkGradGroup(i, [entry], 1000)
+        param = GradParam(str(i), weight, TWO, 1, 16, None, 0, "topk", 0.25, whole, feedback)
+        grad_group = TopkGradGroup(i, [param], 1000)
         TopkState([grad_group], Lossy(stages=0))
         grad_group.sent, grad_group.update = 1, lambda: None
         mine.append(grad_group)

@@ -77,10 +77,10 @@ def test_slices_are_views_and_put_together_the_whole():
 
 
 def test_take_picks_samples_in_the_order_asked_for():
-    picked = nested().take(torch.tensor([3, 0, 3]))
-    assert picked.size == 3
-    assert picked.target["labels"].tolist() == [30, 0, 30]
-    assert picked.kwargs["scale"].item() == 2.0
+    taken = nested().take(torch.tensor([3, 0, 3]))
+    assert taken.size == 3
+    assert taken.target["labels"].tolist() == [30, 0, 30]
+    assert taken.kwargs["scale"].item() == 2.0
 
 
 def test_to_changes_floating_tensors_only():

@@ -31,18 +31,20 @@ def test_without_one_nothing_is_slowed():
 def test_a_step_keeps_its_limit_with_the_background_too(solver):
     quickest = solve(asked(), solver).plan.prediction.step_s
     limit = quickest * 1.3
-    beside = {"background": True, "background_limit": 1.2}
-    lean = {"objective": "gpu_seconds", "time_limit_s": limit}
-    alone, slowed = (solve(asked(**lean, **b), solver).plan for b in ({}, beside))
+    with_background = {"background": True, "background_limit": 1.2}
+    economical = {"objective": "gpu_seconds", "time_limit_s": limit}
+    alone, slowed = (solve(asked(**economical, **b), solver).plan for b in ({}, with_background))
     assert alone.prediction.step_s <= limit * (1 + 1e-6)
     assert slowed.slowed_s == pytest.approx(slowed.prediction.step_s * 1.2)
     assert slowed.slowed_s <= limit * (1 + 1e-6)
-    beside["background_limit"] = 1.4
-    refused = solve(asked(**lean, **beside), solver)
+    with_background["background_limit"] = 1.4
+    refused = solve(asked(**economical, **with_background), solver)
     assert refused.plan is None
     named = next(r for r in refused.infeasible.relaxations if r.what == "time_limit_s")
     assert named.value >= quickest * 1.4 * 0.99  # a search may stop that near the best
-    assert solve(asked(objective="gpu_seconds", time_limit_s=named.value, **beside), solver).plan
+    assert solve(
+        asked(objective="gpu_seconds", time_limit_s=named.value, **with_background), solver
+    ).plan
 
 
 def test_the_prediction_is_of_the_step_alone_and_explain_shows_both():

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from meshwright.cli.render.documents import bound_sentence
 from meshwright.planner.explain.what_if import with_bandwidth
-from meshwright.planner.explain.why import Bottleneck, bottleneck
+from meshwright.planner.explain.why import StepBottleneck, bottleneck
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.profile import FidelityProfile
@@ -78,7 +78,7 @@ def test_one_device_waits_for_nothing(profile):
 
 
 def test_what_memory_costs_is_said():
-    found = Bottleneck("compute", 0.8, 1.0, 0.3, "intra", 0.9)
+    found = StepBottleneck("compute", 0.8, 1.0, 0.3, "intra", 0.9)
     assert bound_sentence(found) == (
         "Bound by computing (800.00 ms of 1.00 s): 300.00 ms of it recomputes what memory has no "
         "room for, twice the bandwidth inside nodes saves 100.00 ms, more or faster "
@@ -87,7 +87,7 @@ def test_what_memory_costs_is_said():
 
 
 def test_blocking_communication_is_named_with_its_link():
-    found = Bottleneck("blocking", 0.5, 1.0, 0.0, "intra", 1.0)
+    found = StepBottleneck("blocking", 0.5, 1.0, 0.0, "intra", 1.0)
     assert bound_sentence(found) == (
         "Bound by blocking communication inside nodes (500.00 ms of 1.00 s): twice the bandwidth "
         "saves nothing."

@@ -44,7 +44,7 @@ def diamond(**more):
     made = profile(*pairs, seconds={"a": 1e-3, "b": 8e-3, "c": 8e-3, "d": 1e-3})
     goal = Goal(batch=8, **more)
     links = cluster(4, inter=1e12, intra=1e12, latency_s=1e-6)
-    return Problem(made, links, goal, LAUNCHES, near=0.0)
+    return Problem(made, links, goal, LAUNCHES, tie_tolerance=0.0)
 
 
 @pytest.mark.parametrize("solver", ["heuristic", "integer", "lagrangian"])

@@ -31,7 +31,7 @@ def test_a_small_model_on_two_devices_by_hand():
     )
     model = CostModel(profile, links, Goal(batch=8))
     found = device_time(evaluation(model, model.baseline))
-    assert found.alone_s == pytest.approx(10e-3)
+    assert found.single_device_s == pytest.approx(10e-3)
     assert found.shares_s == pytest.approx(2 * 6e-3 - 9e-3)
     assert found.updates_s == pytest.approx(1e-3)
     assert found.executor_s == pytest.approx(2 * 0.5e-3)
@@ -59,6 +59,6 @@ def test_what_communication_slows_is_told_apart():
 def test_the_parts_add_up(case):
     model, chosen = case
     found = device_time(evaluation(model, chosen))
-    parts = found.alone_s + found.shares_s + found.updates_s + found.executor_s
+    parts = found.single_device_s + found.shares_s + found.updates_s + found.executor_s
     parts += found.slowing_s + found.waiting_s
     assert parts == pytest.approx(found.used_s, rel=1e-9, abs=1e-12)

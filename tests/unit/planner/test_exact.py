@@ -235,7 +235,7 @@ def test_the_simpler_of_nearly_equal_plans_is_taken():
         strict = IntegerSolver().solve(made)
         if strict.plan is None:
             continue
-        loose = IntegerSolver().solve(replace(made, near=0.05))
+        loose = IntegerSolver().solve(replace(made, tie_tolerance=0.05))
         assert loose.objective_s <= strict.objective_s * 1.05 * (1 + NEAR)
         assert loose.bound_s == pytest.approx(strict.objective_s, rel=NEAR)
         assert changes(made, loose) <= changes(made, strict)

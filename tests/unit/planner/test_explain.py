@@ -67,19 +67,19 @@ def test_memory_that_binds_is_named():
     plan = solve(Problem(profile, links, goal)).plan
     found = explain(plan, profile, links, best=8)
     assert found.needed_bytes <= found.available_bytes == limit
-    unfit = [a for u in found.units for a in u.alternatives if not a.fits]
+    over_limit = [a for u in found.units for a in u.alternatives if not a.fits]
     binds = "memory_limit_bytes" in found.binding
-    assert binds == any(a.step_s < plan.prediction.step_s for a in unfit)
+    assert binds == any(a.step_s < plan.prediction.step_s for a in over_limit)
 
 
 def test_pins_that_bind_are_named(case):
     _, profile, links = case
-    home = Layout(groups=8)
-    goal = Goal(batch=256, pins=(Pin(unit="32.linear", only=(home,)),))
+    whole = Layout(groups=8)
+    goal = Goal(batch=256, pins=(Pin(unit="32.linear", only=(whole,)),))
     found = explain(solve(Problem(profile, links, goal)).plan, profile, links)
     assert found.binding == ("pins",)
     pinned = next(u for u in found.units if u.name == "32.linear")
-    assert pinned.layout == home
+    assert pinned.layout == whole
     assert pinned.alternatives[0].breaks == ("pins",)
     assert pinned.alternatives[0].step_s < found.step_s
 
@@ -126,8 +126,8 @@ def test_without_communication_the_rank_itself_binds():
 
 def test_no_formula_is_named_where_units_begin_elsewhere():
     profile = chain_profile([linear("a"), linear("b")])
-    home, aside = Option(Layout(groups=4)), Option(Layout(groups=2, first=2))
-    made = make_plan(profile, cluster(4), Goal(batch=8), [home, home, aside, home])
+    whole, last_two = Option(Layout(groups=4)), Option(Layout(groups=2, first=2))
+    made = make_plan(profile, cluster(4), Goal(batch=8), [whole, whole, last_two, whole])
     assert explain(made, profile, cluster(4)).term is None
 
 

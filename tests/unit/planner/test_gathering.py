@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.memory.prefetch_overlap import Gathered, gathered
+from meshwright.planner.memory.prefetch_overlap import UnshardedBytes, gathered
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
@@ -97,7 +97,11 @@ def test_micro_batches_add_up_whole_gradients():
 def test_nothing_is_gathered_where_nothing_is_divided():
     model = model_of()
     alone = Option(msgspec.structs.replace(data_parallel(4), groups=1), exchange="fully_sharded")
-    assert gathered(model, 1, alone) == gathered(model, 1, Option(data_parallel(4))) == Gathered()
+    assert (
+        gathered(model, 1, alone)
+        == gathered(model, 1, Option(data_parallel(4)))
+        == UnshardedBytes()
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -130,7 +134,7 @@ def test_it_is_chosen_where_nothing_else_fits(solver):
         option._replace(exchange="sharded") if owned else option
         for option, owned in zip(decisions_of(free.plan), CostModel(*asked).owned, strict=True)
     )
-    sharded = evaluate(*asked, chosen, schedule="priority", bucket_bytes=2**19)
+    sharded = evaluate(*asked, chosen, schedule="priority", message_bytes=2**19)
     roomy = limited(problem, max(sharded.peak_bytes) + 1)
     assert exchanges(solve(roomy, solver)) <= {"dense", "sharded"}
     tight = limited(problem, max(sharded.peak_bytes) - MIB // 4)

@@ -27,7 +27,7 @@ from tests.problems import problem
 from tests.strategies import chain_profile, cluster, linear, norm
 
 FOLDER = Path(__file__).parent / "goldens"
-SOLVERS = ("heuristic", "integer", "multipliers")
+SOLVERS = ("heuristic", "integer", "lagrangian")
 SECONDS = 600.0
 """For each search: no case takes a tenth of it, so that no search is cut short."""
 CLOCKS = (
@@ -65,9 +65,9 @@ def golden(*solvers, **named):
 # -- models and clusters -------------------------------------------------------------------------
 
 
-def changed(noun, **fields):
+def changed(record, **fields):
     """A document or a part of one with fields as they are written in files."""
-    return msgspec.convert({**msgspec.to_builtins(noun), **fields}, type(noun))
+    return msgspec.convert({**msgspec.to_builtins(record), **fields}, type(record))
 
 
 def a100s(nodes=8, per_node=1, gbit_s=1.0, **more):
@@ -134,7 +134,7 @@ def planned(profile, links, goal, solver="auto", **how):
 # -- time alone ----------------------------------------------------------------------------------
 
 
-@golden("auto", "heuristic", "multipliers")
+@golden("auto", "heuristic", "lagrangian")
 def vgg16_over_a_gigabit(solver):
     return planned(table("vgg16"), a100s(), mw.Goal(batch=256), solver)
 
@@ -144,7 +144,7 @@ def vgg16_over_a_terabyte(solver):
     return planned(table("vgg16"), a100s(gbit_s=8000.0), mw.Goal(batch=2048), solver)
 
 
-@golden("integer", "multipliers")
+@golden("integer", "lagrangian")
 def vgg16_by_barrier(solver):
     goal = mw.Goal(batch=250, optimizer="adam")
     return planned(table("vgg16"), a100s(gbit_s=10.0), goal, solver, schedule="barrier")
@@ -163,7 +163,7 @@ def vgg16_on_two_levels(solver):
     )
 
 
-@golden("heuristic", "multipliers")
+@golden("heuristic", "lagrangian")
 def wide_resnet_on_two_levels(solver):
     goal = mw.Goal(batch=128, batch_statistics="global")
     links = a100s(2, 4, 5.0)
@@ -196,7 +196,7 @@ def ties(solver):
     return planned(profile, cluster(8, inter=1e7), goal, solver)
 
 
-@golden("heuristic", "multipliers")
+@golden("heuristic", "lagrangian")
 def many_units_on_many_ranks(solver):
     goal = mw.Goal(batch=1024, optimizer="adam")
     links = cluster(16, 4, inter=1.25e9, intra=1e11)
@@ -212,7 +212,7 @@ def short_of_memory(solver, share, profile=None, host=False, undivided=False, fo
     links = cluster(4, inter=1e9)
     links = offloading(links) if host else links
     goal = {"batch": 64, "optimizer": "adam", "slice_bytes": (MIB,), **goal}
-    free = planned(profile, links, mw.Goal(**goal), "multipliers", schedule="barrier")
+    free = planned(profile, links, mw.Goal(**goal), "lagrangian", schedule="barrier")
     most = max(free.baseline.peak_bytes)
     goal["memory_limit_bytes"] = int(most * share)
     goal["pins"] = [{"unit": "*", "only": [{"groups": 4}]}] if undivided else []
@@ -281,12 +281,12 @@ def lossy(solver, profile, forbidden=(), **goal):
     return planned(with_fidelity(profile), links, goal, solver, **how)
 
 
-@golden("heuristic", "integer")  # multipliers: now and then another of two near plans
+@golden("heuristic", "integer")  # lagrangian: now and then another of two near plans
 def sent_in_part(solver):
     return lossy(solver, chain(4, width=512), optimizer="momentum")
 
 
-@golden("heuristic", "integer")  # multipliers: as above
+@golden("heuristic", "integer")  # lagrangian: as above
 def sent_in_part_for_adam(solver):
     return lossy(solver, chain(4, width=512), optimizer="adam")
 
@@ -320,7 +320,7 @@ def limited_device_time_of_each_unit(solver):
     return planned(table("vgg16"), links, goal, solver, bursts=True, schedule="barrier")
 
 
-@golden("heuristic", "multipliers")
+@golden("heuristic", "lagrangian")
 def beside_a_background_job(solver):
     goal = mw.Goal(
         batch=32, objective="gpu_seconds", time_limit_s=0.03, background=True,
@@ -380,7 +380,7 @@ def no_room(solver):
     return planned(chain(3, width=512), links, goal, solver, schedule="barrier")
 
 
-@golden("multipliers")
+@golden("lagrangian")
 def no_such_step(solver):
     goal = mw.Goal(batch=64, time_limit_s=1e-3)
     return planned(chain(3), cluster(4), goal, solver, schedule="barrier")
@@ -418,7 +418,7 @@ CASES.update({f"drawn_{n}-{s}": lambda n=n, s=s: drawn(s, n) for n in range(12) 
 PASSING = ("solve_s", "software", "profile", "cluster")
 """Of a plan's provenance: what differs between runs, versions and files."""
 DECIDED = (
-    "world_size", "micro_batches", "bucket_bytes", "schedule", "placement", "units", "prediction",
+    "world_size", "micro_batches", "message_bytes", "schedule", "placement", "units", "prediction",
     "baseline_fits", "hypothetical",
 )  # fmt: skip
 

@@ -26,11 +26,11 @@ def units(count=3, saved=1000.0):
     return [linear(f"fc{i}", 512, 512, 1e-4, saved) for i in range(count)]
 
 
-def model(batch=8, micro_batches=1, bucket_bytes=BUCKET_BYTES, **goal):
+def model(batch=8, micro_batches=1, message_bytes=BUCKET_BYTES, **goal):
     goal = Goal(batch=batch, **goal)
     profile = chain_profile(units())
     return CostModel(
-        profile, cluster(4), goal, micro_batches=micro_batches, message_bytes=bucket_bytes
+        profile, cluster(4), goal, micro_batches=micro_batches, message_bytes=message_bytes
     )
 
 
@@ -49,7 +49,7 @@ def test_data_parallel_timeline():
 
 
 def test_buckets_are_there_before_they_are_full():
-    m, gathered = model(bucket_bytes=1), model(bucket_bytes=100 * MIB)
+    m, gathered = model(message_bytes=1), model(message_bytes=100 * MIB)
     (small,) = rank_memory(m, m.baseline)
     (large,) = rank_memory(gathered, gathered.baseline)
     backward = [
@@ -168,7 +168,7 @@ def test_interference_slows_what_overlaps():
     noisy = cluster(4, inter=1e8, interference=msgspec.structs.replace(
         quiet.interference, compute_slowdown=1.5, communication_slowdown=1.2))  # fmt: skip
     steps = [
-        evaluate(chain_profile(units()), c, Goal(batch=64), bucket_bytes=1) for c in (quiet, noisy)
+        evaluate(chain_profile(units()), c, Goal(batch=64), message_bytes=1) for c in (quiet, noisy)
     ]
     assert steps[0].compute_s < steps[1].compute_s
     assert steps[0].step_s < steps[1].step_s
@@ -176,8 +176,8 @@ def test_interference_slows_what_overlaps():
 
 def test_buckets_gather_units_and_save_latency():
     profile, links = chain_profile(units()), cluster(4, latency_s=1e-3)
-    single = evaluate(profile, links, Goal(batch=8), bucket_bytes=1)
-    gathered = evaluate(profile, links, Goal(batch=8), bucket_bytes=100 * MIB)
+    single = evaluate(profile, links, Goal(batch=8), message_bytes=1)
+    gathered = evaluate(profile, links, Goal(batch=8), message_bytes=100 * MIB)
     assert single.exchange_s - gathered.exchange_s == pytest.approx(2 * 6 * 1e-3)
 
 

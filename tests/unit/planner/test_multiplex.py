@@ -7,7 +7,7 @@ import pytest
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.multiplex.jobs import (
     Assumptions,
-    Background,
+    BackgroundJob,
     best_background,
     foreground,
     timelines,
@@ -95,7 +95,7 @@ def jobs(slowdown=1.0):
 
 def test_throughput_of_a_hand_computed_cluster():
     job = jobs()._replace(data_parallel_samples_s=100.0)
-    background = Background("bg", 10, 50 * MS)
+    background = BackgroundJob("bg", 10, 50 * MS)
     given = Assumptions(**({"piece_s": 5 * MS} | FREE))
     run = simulate_cluster(2, [job], [background], given, 180 * MS)
     found = report(run, bins=18)
@@ -117,10 +117,10 @@ def test_the_foreground_is_slowed_beside_a_background_only():
     job = jobs(slowdown=1.1)
     given = Assumptions(**({"piece_s": 5 * MS} | FREE | {"slowdown": 1.1}))
     alone = report(simulate_cluster(2, [job], [], given))
-    beside = report(simulate_cluster(2, [job], [Background("bg", 1, 1.0)], given))
+    shared = report(simulate_cluster(2, [job], [BackgroundJob("bg", 1, 1.0)], given))
     assert alone.foregrounds[0].step_s == pytest.approx(18 * MS)
-    assert beside.foregrounds[0].step_s == pytest.approx(1.1 * 18 * MS)
-    assert beside.foregrounds[0].slowdown == pytest.approx(1.1)
+    assert shared.foregrounds[0].step_s == pytest.approx(1.1 * 18 * MS)
+    assert shared.foregrounds[0].slowdown == pytest.approx(1.1)
 
 
 def test_jobs_wait_for_devices_by_priority():
@@ -144,8 +144,8 @@ def test_jobs_wait_for_devices_by_priority():
 
 def test_backgrounds_are_dealt_to_the_devices_that_are_idle_most():
     given = Assumptions(**({"piece_s": 1 * MS} | FREE))
-    one = Background("one", 1, 1.0, copies=1)
-    two = Background("two", 1, 1.0, copies=2, priority=1)
+    one = BackgroundJob("one", 1, 1.0, copies=1)
+    two = BackgroundJob("two", 1, 1.0, copies=2, priority=1)
     run = simulate_cluster(4, [jobs()], [one, two], given)
     # devices 2 and 3 have no foreground, device 1 a gap
     assert {c.devices: c.background for c in run.classes} == {
@@ -160,7 +160,7 @@ def test_a_thousand_devices_are_few_classes():
         Option(Layout(groups=64 if u.name == "narrow" else 1024)) for u in model.profile.units
     )
     job = foreground("fg", model, chosen, "barrier", 1.0)
-    run = simulate_cluster(1024, [job], [Background("bg", 1, 1.0)])
+    run = simulate_cluster(1024, [job], [BackgroundJob("bg", 1, 1.0)])
     assert [len(c.devices) for c in run.classes] == [64, 960]
 
 
@@ -190,7 +190,7 @@ def test_the_best_background_is_the_quickest_that_fits():
 
 def test_the_trace_holds_every_span():
     given = Assumptions(**({"piece_s": 5 * MS} | FREE))
-    run = simulate_cluster(2, [jobs()], [Background("bg", 1, 1.0)], given, 36 * MS)
+    run = simulate_cluster(2, [jobs()], [BackgroundJob("bg", 1, 1.0)], given, 36 * MS)
     events = json.loads(trace(run))["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     took = {}

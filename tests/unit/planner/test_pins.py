@@ -103,9 +103,9 @@ def test_every_number_of_groups_on_request(profile):
 
 
 def test_more_layouts_are_never_worse(profile):
-    few = Problem(profile, cluster(6, inter=1e9), Goal(batch=7), EVERYTHING, near=0.0)
+    few = Problem(profile, cluster(6, inter=1e9), Goal(batch=7), EVERYTHING, tie_tolerance=0.0)
     goal = msgspec.structs.replace(few.goal, all_layouts=True)
-    more = Problem(profile, few.cluster, goal, EVERYTHING, near=0.0)
+    more = Problem(profile, few.cluster, goal, EVERYTHING, tie_tolerance=0.0)
     assert solve(more, "integer").objective_s <= solve(few, "integer").objective_s * (1 + 1e-6)
 
 

@@ -160,11 +160,11 @@ def test_small_slices_are_no_excuse_for_a_slow_baseline():
     profile = chain_profile([linear(f"fc{i}", 512, 512, 1e-5) for i in range(3)])
     links, goal = cluster(4, latency_s=1e-3), Goal(batch=16)
     ddp = make_plan(profile, links, goal).baseline
-    small = make_plan(profile, links, goal, schedule="priority", bucket_bytes=2**14)
+    small = make_plan(profile, links, goal, schedule="priority", message_bytes=2**14)
     assert small.schedule == "priority"
     assert small.prediction.step_s > 2 * ddp.step_s
     assert small.baseline.step_s == ddp.step_s
-    large = make_plan(profile, links, goal, schedule="priority", bucket_bytes=2**26)
+    large = make_plan(profile, links, goal, schedule="priority", message_bytes=2**26)
     assert large.baseline.step_s <= ddp.step_s
     assert "the plan exchanges gradients by priority" in PLAIN.refusals(large)
     assert not EVERYTHING.refusals(large)

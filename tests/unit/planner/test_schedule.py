@@ -28,9 +28,9 @@ def member_bytes(bucket):
     return sum(g.payload_bytes for g in bucket.gradients)
 
 
-def model(count, bucket_bytes):
+def model(count, message_bytes):
     units = [linear(f"fc{i}", 512, 512, 1e-4) for i in range(count)]
-    return CostModel(chain_profile(units), cluster(4), Goal(batch=16), message_bytes=bucket_bytes)
+    return CostModel(chain_profile(units), cluster(4), Goal(batch=16), message_bytes=message_bytes)
 
 
 def test_buckets_close_before_they_overflow():

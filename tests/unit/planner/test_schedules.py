@@ -64,7 +64,7 @@ def test_what_does_not_fit_otherwise_is_sharded():
     problem = problem_of(1e-11)
     decisions = decisions_of(solve(problem, "heuristic").plan)
     asked = problem.profile, problem.cluster, problem.goal, decisions
-    whole = evaluate(*asked, schedule="priority", bucket_bytes=2**19)
+    whole = evaluate(*asked, schedule="priority", message_bytes=2**19)
     goal = msgspec.structs.replace(
         problem.goal, memory_limit_bytes=max(whole.peak_bytes) - 3 * 2**19
     )
@@ -84,7 +84,7 @@ def test_gradients_are_released_early_where_nothing_else_fits(either):
     decisions = decisions_of(solve(ample, "heuristic").plan)
     assert not any(option.early_release for option in decisions)
     asked = ample.profile, ample.cluster, ample.goal, decisions
-    whole = evaluate(*asked, schedule="priority", bucket_bytes=2**19)
+    whole = evaluate(*asked, schedule="priority", message_bytes=2**19)
     goal = msgspec.structs.replace(ample.goal, memory_limit_bytes=max(whole.peak_bytes) - 2**20)
     found = solve(replace(ample, goal=goal), "integer")
     assert any(unit.early_release for unit in found.plan.units)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.explain.compare import decision_text
-from meshwright.planner.memory.checkpoint_segments import windows
+from meshwright.planner.memory.checkpoint_segments import possible_segments
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.errors import InfeasibleError
 from meshwright.planner.schema.goal import Goal
@@ -139,11 +139,11 @@ def test_segments_are_runs_of_the_same_modules():
 
 
 def test_windows_are_chains_of_pieces():
-    found = windows(profile(3))
+    found = possible_segments(profile(3))
     assert [(w.first, w.last, w.modules) for w in found] == [
         (1, 2, ("u0", "u1")), (1, 3, ("u0", "u1", "u2")), (2, 3, ("u1", "u2")),
     ]  # fmt: skip
-    assert windows(profile(3, linked=False)) == ()
+    assert possible_segments(profile(3, linked=False)) == ()
 
 
 def test_a_module_that_contains_units_names_them_by_itself():
@@ -151,7 +151,7 @@ def test_a_module_that_contains_units_names_them_by_itself():
     block = PieceProfile(modules=("block",), first="u0", last="u1")
     last = msgspec.structs.replace(made.pieces[2], follows=("u1", "block"))
     made = msgspec.structs.replace(made, pieces=(block, *made.pieces[:2], last))
-    found = {(w.first, w.last): w.modules for w in windows(made)}
+    found = {(w.first, w.last): w.modules for w in possible_segments(made)}
     assert found == {(1, 2): ("block",), (1, 3): ("block", "u2"), (2, 3): ("u1", "u2")}
 
 
@@ -160,7 +160,7 @@ def test_no_segment_begins_with_what_changes_its_input():
     first, second, third = made.pieces
     second = msgspec.structs.replace(second, opens=False)
     made = msgspec.structs.replace(made, pieces=(first, second, third))
-    assert [(w.first, w.last) for w in windows(made)] == [(1, 2), (1, 3)]
+    assert [(w.first, w.last) for w in possible_segments(made)] == [(1, 2), (1, 3)]
 
 
 def test_units_that_a_segment_cannot_have():

@@ -32,8 +32,8 @@ def problem():
         goal=Goal(batch=32, memory_limit_bytes=2**30),
         capability=EVERYTHING,
         schedule="priority",
-        bucket_bytes=2**16,
-        near=0.0,
+        message_bytes=2**16,
+        tie_tolerance=0.0,
     )
 
 
@@ -173,6 +173,6 @@ def test_placement_of_nodes_is_never_worse_than_hostname_or_random_orders(seed):
 
 
 def test_unlimited_problem_is_left_as_it_was(problem):
-    asked = replace(problem, near=0.0)
+    asked = replace(problem, tie_tolerance=0.0)
     within(asked, 1e9, "lagrangian")
     assert asked.goal.amplification_limit is None

@@ -71,10 +71,11 @@ def test_branches_wait_for_the_slowest_too():
     problem = diamond()
     first, second = Layout(groups=2, degree=1), Layout(groups=2, degree=1, first=2)
     whole = Option(data_parallel(4))
-    beside = [whole, whole, Option(first), Option(second), whole, whole]
+    side_by_side = [whole, whole, Option(first), Option(second), whole, whole]
     noisy = msgspec.structs.replace(problem.profile, spread=0.1)
     plain_s, noisy_s = (
-        evaluate(p, problem.cluster, problem.goal, beside).step_s for p in (problem.profile, noisy)
+        evaluate(p, problem.cluster, problem.goal, side_by_side).step_s
+        for p in (problem.profile, noisy)
     )
     assert noisy_s == pytest.approx(spread.slowest_of(4, 0.1) * plain_s, rel=0.01)
 

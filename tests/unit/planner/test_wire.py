@@ -8,7 +8,7 @@ from meshwright.planner.schema.profile import EdgeProfile
 from meshwright.profiler.overhead import UNPREDICTED
 from msgspec.structs import replace
 
-from tests.wire import Carried, exchanged_bytes, moved_bytes, ring_bytes
+from tests.wire import ExchangedParam, exchanged_bytes, moved_bytes, ring_bytes
 
 EVEN = (2, 2)
 
@@ -75,19 +75,19 @@ def test_a_ring_sends_its_share():
 
 def test_gradients_travel_among_those_who_hold_the_same():
     there = Layout(groups=1, first=1)
-    whole, divided = Carried("a", (3, 5), 8), Carried("b", (3, 5), 8, dim=0)
+    whole, divided = ExchangedParam("a", (3, 5), 8), ExchangedParam("b", (3, 5), 8, dim=0)
     alone = plan(unit("a", there), unit("b", there))
     assert exchanged_bytes(alone, [whole, divided._replace(dim=None)]) == [0, 0]
     both = plan(unit("a", Layout(groups=2)), unit("b", Layout(groups=1, degree=2), style="column"))
     assert exchanged_bytes(both, [whole, divided]) == [120, 120]  # nobody else has their slices
-    bias = Carried("b", (3,), 8)  # of a row unit, which all members have
+    bias = ExchangedParam("b", (3,), 8)  # of a row unit, which all members have
     assert exchanged_bytes(both, [bias], backwards=2) == [2 * 24, 2 * 24]
 
 
 def test_members_send_what_they_have():
     pairs = Layout(groups=2, degree=2)
     four = plan(unit("a", pairs, style="column"), ranks=4)
-    packed = Carried("a", (9, 2), 4, dim=0, blocks=3)  # two rows and one of each block
+    packed = ExchangedParam("a", (9, 2), 4, dim=0, blocks=3)  # two rows and one of each block
     assert exchanged_bytes(four, [packed]) == [48, 24, 48, 24]
     sharded = replace(four, units=(unit("a", pairs, style="column", exchange="sharded"),))
     assert exchanged_bytes(sharded, [packed._replace(shape=(9, 1))]) == [24, 16, 24, 16]
@@ -95,8 +95,10 @@ def test_members_send_what_they_have():
 
 def test_shards_go_to_their_owners_and_come_back_once():
     three = plan(unit("a", Layout(groups=3), exchange="sharded"), ranks=3)
-    assert exchanged_bytes(three, [Carried("a", (7,), 4)]) == [2 * 2 * 12] * 3  # 3, 3 and 1 of 7
-    assert exchanged_bytes(three, [Carried("a", (7,), 4)], backwards=2) == [3 * 2 * 12] * 3
+    assert (
+        exchanged_bytes(three, [ExchangedParam("a", (7,), 4)]) == [2 * 2 * 12] * 3
+    )  # 3, 3 and 1 of 7
+    assert exchanged_bytes(three, [ExchangedParam("a", (7,), 4)], backwards=2) == [3 * 2 * 12] * 3
 
 
 def test_units_that_leave_ranks_idle_may_have_fewer_policies():

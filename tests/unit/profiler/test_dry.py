@@ -33,7 +33,7 @@ def test_the_footprint_is_the_same_as_with_memory(name):
             measure_footprint(w.model, found.units, w.make_batch(4), w.loss, device)
             for w, device in ((real, torch.device("cpu")), (twin, torch.device("meta")))
         ]
-    for field in ("saved", "workspace", "gradient", "fresh", "spared"):
+    for field in ("saved", "workspace", "gradient", "new_grad", "never_together"):
         here, there = (getattr(h, field) for h in held)
         assert there == pytest.approx(here, rel=0.01, abs=64), field
 

@@ -84,7 +84,7 @@ def test_a_profile_says_what_is_kept_and_plans_use_it_only_where_it_counts():
 
     def lossy(bytes_per_s):
         links = cluster(2, inter=bytes_per_s, intra=bytes_per_s, latency_s=0.0)
-        problem = Problem(found, links, goal, whole, schedule="priority", bucket_bytes=2**20)
+        problem = Problem(found, links, goal, whole, schedule="priority", message_bytes=2**20)
         return [u for u in solve(problem, "lagrangian", 10).checked().units if u.exchange_ratio < 1]
 
     assert lossy(1e6), "communication takes many times the compute"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from meshwright.planner.schema.cluster import Device, Interference
-from meshwright.profiler.collectives import COLLECTIVES, Group
+from meshwright.profiler.collectives import COLLECTIVES, MeasuredGroup
 from meshwright.profiler.links import _cluster, copy_rate, host_bytes_per_s
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_each_device_has_its_own_rate(
     rates: tuple[float | None, float | None], least: float | None
 ) -> None:
     devices = [Device(name="gpu", memory_bytes=2**30, host_bytes_per_s=rate) for rate in rates]
-    group = Group(None, (0, 1), 0, CPU)  # type: ignore[arg-type]
+    group = MeasuredGroup(None, (0, 1), 0, CPU)  # type: ignore[arg-type]
     group.seconds = {(collective, 1024): [1.0] for collective in COLLECTIVES}
     between = np.array([[0.0, 1.0], [1.0, 0.0]])
     made = _cluster(["a", "b"], devices, [("inter", [(0, 1)], group)], Interference(), between)

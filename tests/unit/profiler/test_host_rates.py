@@ -10,7 +10,7 @@ import pytest
 import torch
 from meshwright.planner.cost.collectives import Fabric, collective_s, rings
 from meshwright.planner.schema.cluster import Cluster, Device, Interference
-from meshwright.profiler.collectives import COLLECTIVES, Group
+from meshwright.profiler.collectives import COLLECTIVES, MeasuredGroup
 from meshwright.profiler.host_rates import (
     ALIKE,
     MESSAGES,
@@ -85,7 +85,7 @@ def test_rates_that_only_noise_tells_apart_are_one() -> None:
 
 def measured(rates: np.ndarray, ranks: Sequence[int], slowest: float) -> Any:
     """A group whose collectives took what formulas say over links of that rate."""
-    group = Group(None, tuple(ranks), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    group = MeasuredGroup(None, tuple(ranks), 0, torch.device("cpu"))  # type: ignore[arg-type]
     for collective in COLLECTIVES:
         for size in (1 << 10, 1 << 20):
             group.seconds[collective, size] = [1e-3 + size / slowest]

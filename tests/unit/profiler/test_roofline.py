@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshwright.profiler.catalogue import datasheet
 from meshwright.profiler.memory import FusedAttention
 from meshwright.profiler.operations import Operation, OperationLog
-from meshwright.profiler.roofline import KERNEL_S, Work, seconds
+from meshwright.profiler.roofline import KERNEL_S, CountedWork, seconds
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -92,14 +92,14 @@ class Everything(nn.Module):
 def test_other_batches_follow_from_two(batch: int) -> None:
     model = Everything().to(META)
     few, many, asked = (every(recorded(model, n, 3, 12, 12)) for n in (2, 4, batch))
-    work = Work((2, 4), few, many)
+    work = CountedWork((2, 4), few, many)
     exact = sum(seconds(op, H100) for op in asked)
     assert work.seconds(batch, H100) == pytest.approx(exact, rel=1e-9)
 
 
 def test_what_differs_by_the_batch_follows_a_line() -> None:
     one, two = Operation("stream", "half", traffic=1e9), Operation("stream", "half", traffic=3e9)
-    work = Work((2, 4), [one], [two, two])
+    work = CountedWork((2, 4), [one], [two, two])
     a, b = seconds(one, A100), 2 * seconds(two, A100)
     assert work.seconds(2, A100) == pytest.approx(a)
     assert work.seconds(6, A100) == pytest.approx(2 * b - a)

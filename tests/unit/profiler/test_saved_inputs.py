@@ -30,7 +30,7 @@ def kept(model: nn.Module) -> dict[str, int]:
     batch = mw.Batch((torch.randn(SAMPLES, WIDTH),), torch.zeros(SAMPLES, WIDTH))
     units = discover(model, batch).units
     found = saved_inputs(model, units, batch, F.mse_loss)
-    return {name: inputs.alone for name, inputs in found.items()}
+    return {name: inputs.kept for name, inputs in found.items()}
 
 
 def test_what_a_linear_layer_alone_saves_is_its_own():
@@ -66,7 +66,7 @@ def test_the_model_is_left_as_it_was():
 
 
 @pytest.mark.parametrize(
-    ("whole", "alone", "member", "expected"),
+    ("whole", "undivided", "member", "expected"),
     [
         (100.0, 100.0, 50.0, 0.5),
         (100.0, 0.0, 0.0, 0.5),  # others save the output: of half of the samples
@@ -75,5 +75,5 @@ def test_the_model_is_left_as_it_was():
         (0.0, 0.0, 0.0, 1.0),
     ],
 )
-def test_what_a_member_saves(whole, alone, member, expected):
-    assert saved_ratio(whole, alone, member, degree=2) == expected
+def test_what_a_member_saves(whole, undivided, member, expected):
+    assert saved_ratio(whole, undivided, member, degree=2) == expected
