@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..executor.apply import apply
+from ..executor.optimizer.state import optimizer_for
 from ..executor.parallel import run_of
 from ..planner.schema.cluster import StepOverhead
 from ..planner.schema.goal import Goal
@@ -160,7 +161,7 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
 
 def _updated(model: nn.Module) -> torch.optim.Optimizer:
     # A rate of nothing: however many steps are made, values stay as they are.
-    return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    return optimizer_for("momentum", model.parameters(), 0.0)
 
 
 def _model(toy: _Toy) -> nn.Module:
