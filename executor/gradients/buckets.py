@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...planner.cost.exchange import message_kind
+from ...planner.cost.ownership import largest_share
 from ...planner.schema.layout import Layout
 from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy
 from ...planner.simulate import slicing
@@ -53,6 +55,8 @@ class GradParam:
     """Its unit's layout, where that leaves ranks idle."""
     idle: bool = False
     """Whether this rank is one of those, and has nothing of it."""
+    parts: int | None = None
+    """How many parts of it the members of a divided one share out, its elements by default."""
     divisor: float = 1.0
     """What a gradient is divided by before it is averaged over the peers, so that the result is the
     average over all ranks."""
@@ -60,8 +64,9 @@ class GradParam:
     @property
     def kind(self) -> tuple[object, ...]:
         # Parameters of one kind can travel together.
-        tensor, policy = self.parameter, (self.exchange, self.ratio, self.released)
-        return self.layout, self.degree, tensor.dtype, tensor.device, *policy
+        layout = self.layout or Layout(groups=self.group.size, degree=self.degree)
+        sent = message_kind(layout, self.exchange, self.ratio, early_release=self.released)
+        return sent, self.parameter.dtype, self.parameter.device
 
     @property
     def full_bytes(self) -> int:
@@ -70,8 +75,9 @@ class GradParam:
 
     @property
     def shared_bytes(self) -> int:
-        """A member's share of the parameter, rounded up: the same number for all members."""
-        return -(-self.full_numel // self.degree) * self.parameter.element_size()
+        """The largest member's share of the parameter: the same number for all members."""
+        share = largest_share(self.full_numel, self.parts or self.full_numel, self.degree)
+        return share * self.parameter.element_size()
 
     def show(self, gradient: Tensor) -> Tensor:
         """The gradient as the user sees it."""
