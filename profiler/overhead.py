@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..executor.apply import apply
 from ..executor.optimizer.state import optimizer_for
 from ..executor.parallel import run_of
+from ..planner.cost.collectives import ring_steps
 from ..planner.schema.cluster import StepOverhead
 from ..planner.schema.goal import Goal
 from ..planner.schema.layout import Layout, data_parallel
@@ -66,7 +67,7 @@ DIVIDED_LAYERS = 12
 
 def _large(ranks: int, bytes_per_s: float) -> _Toy:
     """The toy whose gradients are all-reduced in ``EXCHANGE_S`` over links of that rate."""
-    carried = EXCHANGE_S * bytes_per_s * ranks / (2 * (ranks - 1))
+    carried = EXCHANGE_S * bytes_per_s * ranks / ring_steps("all_reduce", ranks)
     # By the bytes of its matrices.
     width = int(sqrt(min(carried / (4 * SMALL.layers), WIDTHS[1] ** 2)))
     return SMALL._replace(width=max(width, WIDTHS[0]))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...planner.cost.collectives import ring_bytes
 from ...planner.cost.exchange import message_kind
 from ...planner.cost.ownership import largest_share
 from ...planner.schema.layout import Layout
@@ -113,7 +114,7 @@ class Bucket:
         if self.alone:
             return 0
         size_bytes = self.numel * self.params[0].parameter.element_size()
-        return 2 * (self.group.size - 1) * size_bytes // self.group.size
+        return ring_bytes("all_reduce", self.group.size, size_bytes)
 
     def fill(self, param: GradParam) -> None:
         """Takes over the parameter's gradient: what has accumulated there, or zeros."""

@@ -10,7 +10,7 @@ from ..schema.layout import Layout
 from ..schema.options import Option, cuts
 from ..schema.plan import ExchangePolicy
 from ..schema.profile import ModelProfile, ParameterProfile
-from .collectives import Fabric, Rings, collective_s, groups_of, peers_of, rings
+from .collectives import Fabric, Rings, collective_s, groups_of, peers_of, ring_steps, rings
 from .compute import shard_bytes
 from .step_time import LINKS, OnLink
 from .structure import Structure
@@ -136,7 +136,7 @@ class Exchanges(Structure):
 
     def _exchange(self, option: Option, payload_bytes: float) -> OnLink:
         ring = self.ring(option.layout, "peers")
-        link, part = LINKS.index(ring.level), (ring.ranks - 1) / ring.ranks
+        link, part = LINKS.index(ring.level), ring_steps("all_gather", ring.ranks) / ring.ranks
         if option.exchange == "topk":
             seconds = collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, part * payload_bytes)
@@ -146,7 +146,9 @@ class Exchanges(Structure):
             seconds += gathers * collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, (1 + gathers) * part * payload_bytes)
         seconds = collective_s(self.fabric, ring, "all_reduce", payload_bytes)
-        return OnLink(seconds, link, 2 * part * payload_bytes)
+        return OnLink(
+            seconds, link, ring_steps("all_reduce", ring.ranks) / ring.ranks * payload_bytes
+        )
 
     def exchanged(self, option: Option, payload_bytes: int) -> tuple[OnLink, float]:
         """(a unit's exchange, seconds of one slice, zero in buckets)."""

@@ -6,19 +6,20 @@ import pytest
 import torch
 from meshwright.executor import apply
 from meshwright.executor.comm.groups import Group
-from meshwright.executor.gradients import buckets
-from meshwright.executor.gradients.buckets import GradParam
+from meshwright.executor.gradients import buckets, slices, topk
+from meshwright.executor.gradients.buckets import Bucket, GradParam
 from meshwright.executor.redistribution import cache
 from meshwright.executor.redistribution.redistribute import route
 from meshwright.models.spec import ParameterCut, SplitSpec
 from meshwright.models.splits.recipe import slice_parameter
 from meshwright.models.units import select
-from meshwright.planner.cost import compute, exchange, redistribution
+from meshwright.planner.cost import collectives, compute, exchange, redistribution
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.ownership import TensorPlacement, input_placement, output_placement
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
+from meshwright.planner.simulate.slicing import SliceSpec
 from meshwright.profiler import shares
 from torch import nn
 
@@ -156,3 +157,35 @@ def test_both_sides_know_a_normalisation_by_one_rule(monkeypatch):
     for side in (apply, select):
         monkeypatch.setattr(side, "is_norm", lambda module: False)
     assert whole() == ([], "other")
+
+
+class Handle:
+    """Stands for a process group."""
+
+
+def test_both_sides_count_what_a_ring_sends_alike(monkeypatch):
+    """Of messages of all kinds, and also of three ranks, who share no power of two."""
+    ranks, weight = 3, nn.Parameter(torch.zeros(8, 8))
+    param = GradParam("", weight, Group((0, 1, 2), 0, Handle(), "exchange"), 1, 64)
+    one, picked = slices.Slice([param], SliceSpec((0,))), topk.TopkSlice(param)
+    picked.expect(0.25)
+
+    def run():
+        whole = Bucket([param]).sent_bytes, one.sent_bytes
+        return (*whole, picked.sent_bytes)
+
+    def planned():
+        made = CostModel(
+            profile=chain_profile([linear("a", 8, 8)]), cluster=cluster(3), goal=Goal(batch=3)
+        )
+        option = Option(data_parallel(ranks))
+        sparse = option._replace(exchange="topk", ratio=0.25)
+        # Of the third a quarter of the elements, values and numbers, of all three ranks.
+        sizes = (option, weight.nbytes), (option, weight.nbytes), (sparse, 3 * 16 * 8)
+        return tuple(int(made.exchange(o, size).sent_bytes) for o, size in sizes)
+
+    assert run() == (341, 341, 256)
+    assert planned() == run()
+    monkeypatch.setattr(collectives, "ring_steps", lambda collective, ranks: 6)
+    monkeypatch.setattr(exchange, "ring_steps", lambda collective, ranks: 6)
+    assert planned() == run() == (512, 512, 768)
