@@ -33,7 +33,8 @@ from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.gradients.feedback import Lossy
 from meshwright.executor.launch.start import cores
-from meshwright.executor.launch.train import Measured, optimizer_for, run_steps
+from meshwright.executor.launch.train import Measured, run_steps
+from meshwright.executor.optimizer.state import optimizer_for
 from meshwright.models.workload import Workload
 from meshwright.models.zoo import build
 from meshwright.planner.schema.capability import degrees
@@ -230,7 +231,7 @@ def layout_of(plan: Plan) -> str:
 def trained(model: Model, plan: Plan) -> Measured:
     """Steps under the plan. Collective."""
     workload = model.workload()
-    optimizer = optimizer_for(plan.goal, workload.model.parameters())
+    optimizer = optimizer_for(plan.goal.optimizer, workload.model.parameters())
     # What lossy exchange sends from the beginning is what it is planned to send.
     apply(workload.model, optimizer, plan, lossy=Lossy(stages=0))
     lossy = any(unit.exchange in LOSSY for unit in plan.units)

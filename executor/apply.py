@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..models.compiled import Taken
+from ..models.splits.leaves import is_norm
 from ..models.units.discover import altered, check_gradients
 from ..models.workload import device_of
 from ..planner.cost.exchange import sent_whole
@@ -293,8 +294,7 @@ def _grad_params(model: nn.Module, run: Run, shards: ModelShards) -> list[GradPa
     """All parameters in the order in which backward finishes their gradients: units backwards, a
     tied one with its first user; those between units last."""
     first_users = _first_users(model, run.plan)
-    # The parameters of normalisations are known by these modules' names: models bring their own.
-    norms = [m for m in model.modules() if "norm" in type(m).__name__.lower()]
+    norms = filter(is_norm, model.modules())
     of_norms = {p for norm in norms for p in norm.parameters(recurse=False)}
     params = []
     for name, parameter in model.named_parameters():
@@ -320,6 +320,7 @@ def _grad_params(model: nn.Module, run: Run, shards: ModelShards) -> list[GradPa
             or parameter.is_complex(),  # lossy exchanges choose among real numbers
             layout=layout,
             idle=layout is not None and layout.place(run.world.position) is None,
+            parts=shard.parts if shard and degree > 1 else None,
             divisor=run.world.size / groups,
         )
         if unit is not None:

@@ -24,9 +24,13 @@ class ParameterCut:
     dim: int
     blocks: int = 1
 
+    def parts(self, length: int) -> int:
+        """How many parts of a dimension of ``length`` the members share out."""
+        return length // self.blocks
+
     def bounds(self, length: int, degree: int, member: int) -> list[tuple[int, int]]:
         """The slices ``[left, right)`` of a dimension of ``length`` that a member holds."""
-        block = length // self.blocks
+        block = self.parts(length)
         left, right = feature_bounds(block, degree, member)
         return [(b * block + left, b * block + right) for b in range(self.blocks)]
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..executor.launch.start import software
+from ..executor.optimizer.state import optimizer_for
 from ..models.compiled import uncompiled
 from ..models.precision import measured_in
 from ..models.replay import UnitCall, capture, copied, preserved
@@ -35,6 +36,7 @@ from ..models.workload import Workload, device_of
 from ..planner.schema.capability import degrees
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
+from ..planner.schema.goal import OPTIMIZERS, OptimizerName
 from ..planner.schema.layer_times import profile_of_table
 from ..planner.schema.profile import (
     ModelProfile,
@@ -48,7 +50,7 @@ from .model import inputs_of, unit_profile
 from .operations import OperationLog
 from .roofline import CountedWork, seconds
 from .shares import Cost, cost_of, saved_ratio, shard_bytes
-from .timing import OPTIMIZERS, Timeline
+from .timing import Timeline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Memory is counted at these batch sizes, and is linear beyond.
@@ -141,12 +143,12 @@ def _step(workload: Workload, units: Sequence[UnitSpec], size: int) -> Operation
     return log
 
 
-def _update_rate(name: str, dtype: torch.dtype, sheet: Datasheet) -> UpdateRate:
+def _update_rate(name: OptimizerName, dtype: torch.dtype, sheet: Datasheet) -> UpdateRate:
     """An optimizer's seconds by what torch's does to a parameter, one list of tensors at a time as
     it does on a GPU."""
     parameter = nn.Parameter(torch.empty(UPDATED, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
-    optimizer = OPTIMIZERS[name]([parameter])
+    optimizer = optimizer_for(name, [parameter])
     optimizer.param_groups[0]["foreach"] = True
     optimizer.step()  # the first makes the state
     log = OperationLog()

@@ -30,7 +30,8 @@ from .shares import ShareMeter, split_profiles
 from .timing import StepTimes, Timeline, plain_step, spread_of, update_rates
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-OPTIMIZERS = ("sgd", "momentum", "adamw")
+# The planner reads Adam's rate off AdamW's.
+TIMED_OPTIMIZERS = ("sgd", "momentum", "adamw")
 DEGREES = (2, 4, 8)
 # Without sizes given, no larger batch is measured once a step takes this long.
 LONGEST_STEP_S = 4.0
@@ -81,7 +82,7 @@ def profile(
     *,
     batches: Sequence[int] | None = None,
     device: torch.device | str | None = None,
-    optimizers: Sequence[str] = OPTIMIZERS,
+    optimizers: Sequence[str] = TIMED_OPTIMIZERS,
     degrees: Sequence[int] = DEGREES,
     budget_s: float = 40.0,
     repeats: int = 5,

@@ -24,7 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..executor.apply import apply
+from ..executor.optimizer.state import optimizer_for
 from ..executor.parallel import run_of
+from ..planner.cost.collectives import ring_steps
 from ..planner.schema.cluster import StepOverhead
 from ..planner.schema.goal import Goal
 from ..planner.schema.layout import Layout, data_parallel
@@ -65,7 +67,7 @@ DIVIDED_LAYERS = 12
 
 def _large(ranks: int, bytes_per_s: float) -> _Toy:
     """The toy whose gradients are all-reduced in ``EXCHANGE_S`` over links of that rate."""
-    exchanged = EXCHANGE_S * bytes_per_s * ranks / (2 * (ranks - 1))
+    exchanged = EXCHANGE_S * bytes_per_s * ranks / ring_steps("all_reduce", ranks)
     # By the bytes of its matrices.
     width = int(sqrt(min(exchanged / (4 * SMALL.layers), WIDTHS[1] ** 2)))
     return SMALL._replace(width=max(width, WIDTHS[0]))
@@ -160,7 +162,7 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
 
 def _updated(model: nn.Module) -> torch.optim.Optimizer:
     # A rate of nothing: however many steps are made, values stay as they are.
-    return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    return optimizer_for("momentum", model.parameters(), 0.0)
 
 
 def _model(toy: _Toy) -> nn.Module:

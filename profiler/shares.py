@@ -28,6 +28,7 @@ from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
 from ..models.units.storages import tensors_in
+from ..planner.cost.ownership import largest_share
 from ..planner.schema.capability import degrees
 from ..planner.schema.precision import Precision
 from ..planner.schema.profile import ShareProfile, SplitProfile, UnitProfile
@@ -160,9 +161,8 @@ def shard_bytes(model: nn.Module, unit: UnitSpec, split: SplitSpec, degree: int)
             continue
         size = parameter.nbytes
         if name in cuts:
-            length = parameter.shape[cuts[name].dim]
-            kept = sum(r - l_ for l_, r in cuts[name].bounds(length, degree, 0))
-            size = size * kept // max(length, 1)
+            parts = cuts[name].parts(parameter.shape[cuts[name].dim])
+            size = largest_share(size, parts, degree)
         total += size
     return total
 

@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import sqrt
 from statistics import NormalDist, median
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..executor.optimizer.state import optimizer_for
 from ..models.spec import UnitSpec
 from ..models.units.storages import tensors_in
 from ..models.workload import Batch
 from ..planner.schema.errors import InputError
+from ..planner.schema.goal import OPTIMIZERS, OptimizerName
 from ..planner.schema.profile import UpdateRate
 from .collectives import synchronise
 
@@ -184,14 +186,6 @@ LIMIT_BYTES = 256 * 2**20
 
 LEAST_ROUNDS, LONG_S = 3, 1.0
 
-# With torch's defaults, as users make them.
-OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
-    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
-}
-
 
 def update_rates(
     parameters: Iterable[Tensor], optimizers: Sequence[str], rounds: int = 9
@@ -214,7 +208,7 @@ def update_rates(
         copy.grad = torch.full_like(copy, 1e-3)
     size, rates = sum(c.nbytes for c in copies), []
     for name in optimizers:
-        optimizer, taken = OPTIMIZERS[name](copies), list[float]()
+        optimizer, taken = optimizer_for(cast(OptimizerName, name), copies), list[float]()
         for _ in range(rounds + 1):
             start = time.perf_counter()
             optimizer.step()

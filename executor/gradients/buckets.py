@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...planner.cost.collectives import ring_bytes
+from ...planner.cost.exchange import message_kind
+from ...planner.cost.ownership import largest_share
 from ...planner.schema.layout import Layout
 from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy
 from ...planner.simulate import slicing
@@ -53,6 +56,8 @@ class GradParam:
     """Its unit's layout, where that leaves ranks idle."""
     idle: bool = False
     """Whether this rank is one of those, and has nothing of it."""
+    parts: int | None = None
+    """How many parts of it the members of a divided one share out, its elements by default."""
     divisor: float = 1.0
     """What a gradient is divided by before it is averaged over the peers, so that the result is the
     average over all ranks."""
@@ -60,8 +65,9 @@ class GradParam:
     @property
     def kind(self) -> tuple[object, ...]:
         # Parameters of one kind can travel together.
-        tensor, policy = self.parameter, (self.exchange, self.ratio, self.released)
-        return self.layout, self.degree, tensor.dtype, tensor.device, *policy
+        layout = self.layout or Layout(groups=self.group.size, degree=self.degree)
+        sent = message_kind(layout, self.exchange, self.ratio, early_release=self.released)
+        return sent, self.parameter.dtype, self.parameter.device
 
     @property
     def full_bytes(self) -> int:
@@ -70,8 +76,9 @@ class GradParam:
 
     @property
     def shared_bytes(self) -> int:
-        """A member's share of the parameter, rounded up: the same number for all members."""
-        return -(-self.full_numel // self.degree) * self.parameter.element_size()
+        """The largest member's share of the parameter: the same number for all members."""
+        share = largest_share(self.full_numel, self.parts or self.full_numel, self.degree)
+        return share * self.parameter.element_size()
 
     def show(self, gradient: Tensor) -> Tensor:
         """The gradient as the user sees it."""
@@ -107,7 +114,7 @@ class Bucket:
         if self.single_rank:
             return 0
         size_bytes = self.numel * self.params[0].parameter.element_size()
-        return 2 * (self.group.size - 1) * size_bytes // self.group.size
+        return ring_bytes("all_reduce", self.group.size, size_bytes)
 
     def fill(self, param: GradParam) -> None:
         """Takes over the parameter's gradient: what has accumulated there, or zeros."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.plan import SHARDING, ExchangePolicy
 from ...planner.simulate import slicing
 from ...planner.simulate.slicing import GradientSize, SliceSpec
@@ -53,8 +54,7 @@ class Slice:
     @property
     def sent_bytes(self) -> int:
         """What a ring sends for it."""
-        size = self.params[0].group.size
-        return 2 * (size - 1) * self.bytes // size
+        return ring_bytes("all_reduce", self.params[0].group.size, self.bytes)
 
     def send(self, gradients: dict[GradParam, Tensor]) -> None:
         """Starts the sum over the group. Collective, in the order of all slices."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.errors import RunError
 from ...planner.simulate.slicing import SliceSpec
 from ..comm.buffers import alias_for_comm
@@ -210,8 +211,8 @@ class TopkSlice(Slice):
 
     @property
     def sent_bytes(self) -> int:
-        # Each rank's message passes every other rank.
-        return (self.params[0].group.size - 1) * self._message_bytes
+        ranks = self.params[0].group.size
+        return ring_bytes("all_gather", ranks, ranks * self._message_bytes)
 
     @property
     def bytes(self) -> int:

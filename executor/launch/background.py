@@ -229,16 +229,17 @@ def train(file: Path) -> None:
 
     from ...models.target import try_out, workload
     from ..apply import apply
+    from ..optimizer.state import optimizer_for
     from .start import start_process_group
     from .tasks import LEARNING_RATE
-    from .train import drawing, optimizer_for, timed_step
+    from .train import drawing, timed_step
 
     plan = _check_plan(str(file))
     chosen = workload(plan.target)
     try_out(chosen)
     device = start_process_group()
     model = chosen.model.to(device)
-    optimizer = optimizer_for(plan.goal, model.parameters(), LEARNING_RATE)
+    optimizer = optimizer_for(plan.goal.optimizer, model.parameters(), LEARNING_RATE)
     apply(model, optimizer, plan)
     checkpoint, number = file.with_suffix(".pt"), 0
     if checkpoint.exists():  # what a former run has left

@@ -116,15 +116,16 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
     from ...models.precision import in_precision
     from ...models.target import planned, try_out
     from ..apply import apply
+    from ..optimizer.state import optimizer_for
     from .report import report_of_training
-    from .train import accuracy, drawing, optimizer_for, run_steps
+    from .train import accuracy, drawing, run_steps
 
     plan = load(Plan, folder / PLAN)
     chosen = planned(plan.target, plan.precision)
     try_out(chosen)
     chosen = in_precision(chosen)
     model = chosen.model.to(device)
-    optimizer = optimizer_for(plan.goal, model.parameters(), LEARNING_RATE)
+    optimizer = optimizer_for(plan.goal.optimizer, model.parameters(), LEARNING_RATE)
     apply(model, optimizer, plan, timeout_s=task.timeout_s)
     draw = drawing(chosen, plan.goal.batch)
     with rank_zero_bar(f"training {plan.target}") as step:

@@ -16,7 +16,6 @@ from torch.amp import GradScaler
 
 from ...models.units.storages import peak_bytes, tensors_in
 from ...models.workload import Batch, Workload, device_of
-from ...planner.schema.goal import OPTIMIZERS, Goal
 from ...planner.schema.plan import Plan
 from ...planner.schema.precision import is_scaled
 from ...planner.schema.record import Bytes, Count, Record, Seconds
@@ -24,6 +23,7 @@ from ..apply import apply
 from ..gradients.dropping import DroppedGradGroup
 from ..gradients.reshard import resident_parameters
 from ..micro import micro_batches
+from ..optimizer.state import optimizer_for
 from ..parallel import is_parallel, run_of
 from ..run import Run
 
@@ -89,7 +89,7 @@ def run_steps(
     the goal's size, seeded with the step's number. Without an ``optimizer`` the goal's is made.
     """
     model = workload.model
-    optimizer = optimizer or optimizer_for(plan.goal, model.parameters())
+    optimizer = optimizer or optimizer_for(plan.goal.optimizer, model.parameters())
     if not is_parallel(model):
         apply(model, optimizer, plan)
     model.train()
@@ -190,14 +190,6 @@ def share_of(batch: Batch, run: Run) -> Batch:
     position = run.world.position
     start = position * least + min(position, more)
     return batch.slice(start, start + least + (position < more)).copied()
-
-
-def optimizer_for(goal: Goal, parameters: object, rate: float = 1e-3) -> torch.optim.Optimizer:
-    """An optimizer of the goal's kind."""
-    kind: Callable[..., torch.optim.Optimizer]
-    kind = getattr(torch.optim, OPTIMIZERS[goal.optimizer].torch_class)
-    options = {"momentum": 0.9} if goal.optimizer == "momentum" else {}
-    return kind(parameters, lr=rate, **options)
 
 
 def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

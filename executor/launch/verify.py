@@ -33,12 +33,12 @@ from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record
 from ..apply import apply
 from ..comm.agreement import rank_zero_decides, together
+from ..optimizer.state import optimizer_for
 from ..parallel import full_state_dict
 from .attribution import mixing_cause, restless_module
 from .train import train_step
 
 LEARNING_RATE = 0.01
-MOMENTUM = 0.9
 SEED = 1
 # How much further from one process than that is from itself a plan may be; and up to where that is
 # rounding at all: in parts of what the yardstick allows, and of a value.
@@ -390,7 +390,7 @@ def _draw(
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     # Linear in the gradient, so that the state differs as little as gradients do.
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    return optimizer_for("momentum", model.parameters(), LEARNING_RATE)
 
 
 def _train_together(

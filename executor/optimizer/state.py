@@ -7,7 +7,7 @@ that hold it stay valid.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.schema.errors import InputError
-from ...planner.schema.goal import OptimizerName
+from ...planner.schema.goal import OPTIMIZERS, OptimizerName
 from ..comm.steps import parameters_of
 from ..comm.watchdog import Watchdog
 from ..gradients.flat_shard import FlatShardSpec
@@ -157,6 +157,16 @@ def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: tor
         model.to(device)
     if optimizer is not None and isinstance(model, nn.Module):
         check_holds(optimizer, model)
+
+
+def optimizer_for(
+    name: OptimizerName, parameters: Iterable[Tensor], rate: float = 1e-3
+) -> torch.optim.Optimizer:
+    """A new optimizer of that name, as the planner's table has it."""
+    known = OPTIMIZERS[name]
+    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, known.torch_class)
+    options = {"momentum": known.momentum} if known.momentum else {}
+    return kind(parameters, lr=rate, **options)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer | None) -> OptimizerName:

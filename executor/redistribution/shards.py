@@ -76,6 +76,11 @@ class Shard:
     full_shape: torch.Size
     full_stride: tuple[int, ...]
 
+    @property
+    def parts(self) -> int:
+        """How many parts of it the members share out."""
+        return self.cut.parts(self.full_shape[self.cut.dim])
+
     def take(self, full: Tensor) -> Tensor:
         """This member's slice of the whole."""
         self._check_shape(full)

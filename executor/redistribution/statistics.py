@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from ...models.compiled import eager
+from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.errors import InputError
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
@@ -39,8 +40,7 @@ class Statistics:
         self.watch.issued(doing, self.group)
         work = dist.all_reduce(vector, group=self.group.handle, async_op=True)
         self.meter.seconds += self.watch.wait(work, self.group, doing)
-        shares = 2 * (self.group.size - 1) / self.group.size  # what a ring sends of the vector
-        self.meter.sent_bytes += int(shares * vector.nbytes)
+        self.meter.sent_bytes += ring_bytes("all_reduce", self.group.size, vector.nbytes)
         return vector
 
 

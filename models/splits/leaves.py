@@ -87,6 +87,11 @@ def works_on_slices(first: nn.Module, rest: Sequence[nn.Module]) -> bool:
     return all(is_elementwise(m) or isinstance(m, channels) for m in rest)
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether it normalises: known by its class's name, as models bring their own."""
+    return "norm" in type(module).__name__.lower()
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether the recipe knows the module."""
     return type(module) is nn.Linear or is_transposed(module) or is_subclass(module, (nn.Linear,))

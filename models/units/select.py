@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ...planner.schema.profile import UnitKind
 from ..splits import block_kind
-from ..splits.leaves import BATCH_NORMS, CONVOLUTIONS, is_linear, may_follow
+from ..splits.leaves import BATCH_NORMS, CONVOLUTIONS, is_linear, is_norm, may_follow
 from .trace import Event, Trace, TracedTensor
 
 # The share of a module's parameters, by bytes, that its own code may use between its units: neither
@@ -159,7 +159,7 @@ def kind_of(module: nn.Module) -> UnitKind:
     if isinstance(module, nn.MultiheadAttention):
         return "attention"
     leaf = next(module.children(), None) is None
-    return "norm" if leaf and "Norm" in type(module).__name__ else "other"
+    return "norm" if leaf and is_norm(module) else "other"
 
 
 def _merge(model: nn.Module, trace: Trace, traced: list[TracedUnit]) -> list[TracedUnit]:

@@ -140,8 +140,19 @@ def _steps_and_share(collective: Collective, ranks: int) -> tuple[int, float]:
         return 1, 1.0
     if collective == "all_to_all":
         return ranks - 1, 1.0
-    rounds = 2 if collective == "all_reduce" else 1
-    return rounds * (ranks - 1), rounds * (ranks - 1) / ranks
+    steps = ring_steps(collective, ranks)
+    return steps, steps / ranks
+
+
+def ring_steps(collective: Collective, ranks: int) -> int:
+    """Steps of an all-reduce, all-gather or reduce-scatter over a ring, in each of which a rank
+    sends one of ``ranks`` equal parts of the tensor."""
+    return (2 if collective == "all_reduce" else 1) * (ranks - 1)
+
+
+def ring_bytes(collective: Collective, ranks: int, size_bytes: int) -> int:
+    """Bytes that each rank of a ring sends, with ``size_bytes`` as in the table at the top."""
+    return ring_steps(collective, ranks) * size_bytes // ranks
 
 
 def collective_s(fabric: Fabric, ring: Rings, collective: Collective, size_bytes: float) -> float:

@@ -10,7 +10,7 @@ from ..schema.curve import Curve
 from ..schema.errors import InputError
 from ..schema.layout import Layout, Style
 from ..schema.profile import ParameterProfile, ShareProfile, UnitProfile
-from .ownership import group_bounds
+from .ownership import group_bounds, largest_share
 
 Quantity = Callable[[ShareProfile], Curve]
 
@@ -91,6 +91,7 @@ def shard_bytes(
     if split is None:
         return sum(p.bytes for p in parameters)
     divided = {name for name, _ in split.sharded}
-    # Runs of ceiling-sized chunks: the first member has the most.
-    part = min(ceil(split.parts / degree) / split.parts, 1.0)
-    return sum(ceil(p.bytes * part) if p.shared in divided else p.bytes for p in parameters)
+    return sum(
+        largest_share(p.bytes, split.parts, degree) if p.shared in divided else p.bytes
+        for p in parameters
+    )

@@ -27,7 +27,7 @@ from ..schema.layout import Style, data_parallel
 from ..schema.options import Decisions, Option, segments_of
 from ..schema.plan import MIRRORS, Plan
 from ..schema.profile import ModelProfile
-from .collectives import Fabric, collective_s
+from .collectives import Fabric, collective_s, ring_steps
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
 from .exchange import Exchanges
 from .ownership import TensorPlacement, input_placement, output_placement
@@ -223,7 +223,8 @@ class CostModel(Exchanges):
             statistics = OnLink(seconds, LINKS.index(ring.level), 2.0 * unit.statistics_bytes)
         if option.style in ("row", "pair") and layout.degree > 1:
             ring = self.ring(layout, "groups")
-            link, part = LINKS.index(ring.level), (layout.degree - 1) / layout.degree
+            link = LINKS.index(ring.level)
+            part = ring_steps("all_gather", layout.degree) / layout.degree
             out, back = (size * samples for size in self.output_bytes_per_sample(k))
             own_s = self.cluster.overhead.move_s
             scatter_s = own_s + collective_s(self.fabric, ring, "reduce_scatter", out)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from ..schema.layout import Layout
 from ..schema.options import Option, cuts
+from ..schema.plan import ExchangePolicy
 from ..schema.profile import ModelProfile, ParameterProfile
-from .collectives import Fabric, Rings, collective_s, groups_of, peers_of, rings
+from .collectives import Fabric, Rings, collective_s, groups_of, peers_of, ring_steps, rings
 from .compute import shard_bytes
 from .step_time import LINKS, OnLink
 from .structure import Structure
@@ -27,10 +28,17 @@ def sent_whole(dims: int, numel: int, *, of_norm: bool) -> bool:
     return dims <= 1 or of_norm or numel > MOST_NUMBERED
 
 
+def message_kind(
+    layout: Layout, exchange: ExchangePolicy, ratio: float, *, early_release: bool
+) -> Option:
+    """What gradients have in common that may share a message: the layout among whose groups they
+    are averaged, and how. The executor tells types and devices apart besides."""
+    return Option(layout, exchange=exchange, ratio=ratio, early_release=early_release)
+
+
 class Gradient(NamedTuple):
-    """One parameter's gradient on its way, by its canonical name. ``kind`` is what those have in
-    common that may share a message: the layout among whose groups they are averaged, and the
-    exchange.
+    """One parameter's gradient on its way, by its canonical name; ``kind`` as ``message_kind`` has
+    it.
 
     ``full_bytes`` is its size undivided, ``shared_bytes`` a member's share, the same for all
     members, ``payload_bytes`` what a member has of the tensor exchanged. ``whole`` says that a
@@ -79,8 +87,9 @@ class Exchanges(Structure):
         if layout.degree > 1 and cuts(unit, option)[parameter.shared] is None:
             # What a style leaves whole is the same on all members: they are peers of each other.
             layout = Layout(groups=layout.size, degree=1, first=layout.first)
-        kind = Option(layout, exchange=option.exchange, ratio=option.ratio)
-        kind = kind._replace(early_release=option.early_release)
+        kind = message_kind(
+            layout, option.exchange, option.ratio, early_release=option.early_release
+        )
         shape = parameter.shape
         whole = sent_whole(len(shape), prod(shape), of_norm=unit.kind == "norm")
         size = shard_bytes(unit, option.style, option.layout.degree, (parameter,))
@@ -127,7 +136,7 @@ class Exchanges(Structure):
 
     def _exchange(self, option: Option, payload_bytes: float) -> OnLink:
         ring = self.ring(option.layout, "peers")
-        link, part = LINKS.index(ring.level), (ring.ranks - 1) / ring.ranks
+        link, part = LINKS.index(ring.level), ring_steps("all_gather", ring.ranks) / ring.ranks
         if option.exchange == "topk":
             seconds = collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, part * payload_bytes)
@@ -137,7 +146,9 @@ class Exchanges(Structure):
             seconds += gathers * collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, (1 + gathers) * part * payload_bytes)
         seconds = collective_s(self.fabric, ring, "all_reduce", payload_bytes)
-        return OnLink(seconds, link, 2 * part * payload_bytes)
+        return OnLink(
+            seconds, link, ring_steps("all_reduce", ring.ranks) / ring.ranks * payload_bytes
+        )
 
     def exchanged(self, option: Option, payload_bytes: int) -> tuple[OnLink, float]:
         """(a unit's exchange, seconds of one slice, zero in buckets)."""

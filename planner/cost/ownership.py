@@ -77,6 +77,13 @@ def feature_bounds(features: int, degree: int, member: int) -> tuple[int, int]:
     return min(member * size, features), min((member + 1) * size, features)
 
 
+def largest_share(size: int, parts: int, degree: int) -> int:
+    """Of ``size`` bytes or elements in ``parts`` that members divide, those of the first member,
+    which has most, rounded up."""
+    _, most = feature_bounds(parts, degree, 0)
+    return -(-size * most // max(parts, 1))
+
+
 def group_bounds(counts: Sequence[int], layout: Layout) -> list[int]:
     """Where each group's samples begin, and at the end the batch size."""
     starts = [0, *accumulate(counts)]

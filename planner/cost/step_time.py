@@ -150,8 +150,9 @@ def _longest(chain: Chain, *, priority: bool) -> tuple[float, tuple[int, int] | 
         ready = _from(own + inner[other]) + _from(entry[other]) - entry[other]
         ready = ready + inner[link].sum() + entry[link].sum()
         late = ready + chain.exchange_s[link].cumsum()
-        if priority:  # the barrier's buckets are sent in order: no other goes before
-            late = late + _slice_before(chain, link)
+        if priority and chain.slice_s is not None:
+            # The barrier's buckets are sent in order: no other goes before.
+            late = late + longest_after(chain.slice_s[link], chain.exchange_s[link])
         # Terms that are equal but for rounding: what the rank itself does binds.
         if late.max() > end * (1 + 1e-12):
             found = link, int(late.argmax())
@@ -164,16 +165,14 @@ def _from(values: Vector) -> Vector:
     return values[::-1].cumsum()[::-1]
 
 
-def _slice_before(chain: Chain, link: int) -> Vector:
-    """For each j the longest slice of the units after it."""
-    wait = np.zeros_like(chain.update_s)
-    if chain.slice_s is not None:
-        # Backwards: the maximum runs from the last unit, whose slices may be on the wire, to j.
-        wait[:-1] = np.maximum.accumulate(chain.slice_s[link, :0:-1])[::-1]
-        # The term of a unit that exchanges nothing is not the largest: nothing is waited for there
-        # that was not waited for before it.
-        wait[chain.exchange_s[link] == 0] = 0.0
-    return wait
+def longest_after(slice_s: Vector, exchange_s: Vector) -> Vector:
+    """For each unit, the last axis, the longest slice of the units after it, which one of its own
+    may find on the wire; zero where it exchanges nothing, as nothing is waited for there that was
+    not waited for before."""
+    waits = np.zeros_like(slice_s)
+    # Backwards: the maximum runs from the last unit to each.
+    waits[..., :-1] = np.maximum.accumulate(slice_s[..., :0:-1], axis=-1)[..., ::-1]
+    return waits * (exchange_s > 0)
 
 
 class Terms(NamedTuple):

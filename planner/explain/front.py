@@ -22,13 +22,11 @@ from ..solve.solver import solve
 
 
 class SolvedPoint(NamedTuple):
-    """A plan's seconds of a step and its device-seconds by formula, the answer it came with, and
-    the limit on device-seconds under which it was searched (None at the ends)."""
+    """A plan's seconds of a step and its device-seconds by formula, and the answer it came with."""
 
     step_s: float
     gpu_seconds: float
     result: Result
-    limit_gpu_s: float | None = None
 
 
 class FrontPoint(Record, frozen=True, kw_only=True):
@@ -133,8 +131,7 @@ def within(
 ) -> SolvedPoint | None:
     """The fastest plan that uses at most so many device-seconds, None where none was found."""
     limit = limit_gpu_s / _single_device_s(problem)
-    point = _asked(problem, solver, time_limit_s, objective="time", amplification_limit=limit)
-    return None if point is None else point._replace(limit_gpu_s=limit_gpu_s)
+    return _asked(problem, solver, time_limit_s, objective="time", amplification_limit=limit)
 
 
 def cheapest_within(

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..cost.step_time import LINKS, Chain, Vector, step_terms
+from ..cost.step_time import LINKS, Chain, Vector, longest_after, step_terms
 from ..simulate.schedule import ScheduleName
 from . import timeline
 from .prefetch_overlap import PrefetchOverlap
@@ -167,12 +167,9 @@ def values(rows_: Rows, figures: Matrix) -> Values:
 
 
 def slice_waits(figures: Matrix) -> Matrix:
-    """For each link and unit the longest slice of the units after it, which one of its own may
-    find on the wire (none where it has none): what ``step_time.priority_step`` adds to the rows."""
-    waits = np.zeros((len(SLICES), len(figures)))
-    later = figures[:0:-1, list(SLICES)].T
-    waits[:, :-1] = np.maximum.accumulate(later, axis=1)[:, ::-1]
-    return waits * (figures[:, list(EXCHANGES)].T > 0)
+    """``step_time.longest_after`` of units with ``figures``: [link, unit], what
+    ``step_time.priority_step`` adds to the rows."""
+    return longest_after(figures[:, list(SLICES)].T, figures[:, list(EXCHANGES)].T)
 
 
 def changes(rows_: Rows, units: Sequence[int], figures: Matrix, count: int) -> Values:

@@ -36,6 +36,7 @@ class Optimizer(NamedTuple):
     ``torch_class`` is its class in ``torch.optim``, ``state_copies`` what it keeps. Its step copies
     ``update_copies`` times one parameter after the other (CPU), ``update_copies_together`` times
     all of them at once (``foreach``, CUDA). ``linear``: its update is linear in the gradient.
+    ``momentum`` is what is passed to it as such; all else has torch's defaults.
     """
 
     torch_class: str
@@ -43,6 +44,7 @@ class Optimizer(NamedTuple):
     update_copies: int = 0
     update_copies_together: int = 0
     linear: bool = False
+    momentum: float = 0.0
 
 
 # The optimizers that plans are made for. Adam's step holds the root of the second moments and its
@@ -50,7 +52,7 @@ class Optimizer(NamedTuple):
 # the roots of all, which it divides in place (``_multi_tensor_adam``).
 OPTIMIZERS: dict[OptimizerName, Optimizer] = {
     "sgd": Optimizer("SGD", STATE_COPIES["SGD"], linear=True),
-    "momentum": Optimizer("SGD", STATE_COPIES["SGD"] + 1, linear=True),
+    "momentum": Optimizer("SGD", STATE_COPIES["SGD"] + 1, linear=True, momentum=0.9),
     "adam": Optimizer("Adam", STATE_COPIES["Adam"], 2, 1),
     "adamw": Optimizer("AdamW", STATE_COPIES["AdamW"], 2, 1),
 }

@@ -15,7 +15,8 @@ from meshwright.executor.apply import apply
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.headroom import account, overflowed
-from meshwright.executor.launch.train import optimizer_for, run_steps, train_step
+from meshwright.executor.launch.train import run_steps, train_step
+from meshwright.executor.optimizer.state import optimizer_for
 from meshwright.executor.parallel import is_parallel
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
@@ -127,7 +128,7 @@ def budget(
 
 def peak_of(workload: Workload, plan: Plan, limit_bytes: int) -> int:
     """The same of a workload."""
-    optimizer = optimizer_for(plan.goal, workload.model.parameters())
+    optimizer = optimizer_for(plan.goal.optimizer, workload.model.parameters())
     batches = [workload.make_batch(plan.goal.batch) for _ in range(STEPS + 3)]
     apart = tensors_in([(b.args, b.target) for b in batches])
     apply(workload.model, optimizer, plan)

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.errors import InputError
-from meshwright.planner.schema.json_schemas import schema_files
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import Record, decode, encode
 
+from tests.json_schemas import schema_files
 from tests.strategies import clusters, plans, profiles
 
 RECORDS = {

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.headroom import check_optimizer_state, state_copies
-from meshwright.executor.launch.train import optimizer_for
-from meshwright.executor.optimizer.state import optimizer_name
+from meshwright.executor.optimizer.state import optimizer_for, optimizer_name
 from meshwright.executor.synchronise import MicroBatchCheck
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.memory.unit_memory import MemoryModel
@@ -59,10 +58,13 @@ def test_what_optimizers_keep(make, copies):
 def test_planner_and_executor_state_alike_what_optimizers_keep(name, monkeypatch):
     """Both read one table: what it says of a class is planned and judged so."""
     asked = Goal(batch=8, optimizer=name)
-    optimizer = optimizer_for(asked, weights())
+    optimizer = optimizer_for(name, weights())
     assert optimizer_name(optimizer) == name
     assert state_copies(optimizer) == asked.state_copies
     kind = OPTIMIZERS[name]
+    if kind.momentum:
+        monkeypatch.setitem(OPTIMIZERS, name, kind._replace(momentum=0.5))
+        assert optimizer_for(name, weights()).param_groups[0]["momentum"] == 0.5
     monkeypatch.setitem(STATE_COPIES, kind.torch_class, STATE_COPIES[kind.torch_class] + 5)
     assert state_copies(optimizer) == asked.state_copies + 5
     monkeypatch.setitem(OPTIMIZERS, name, kind._replace(state_copies=7, update_copies=3))

@@ -8,6 +8,10 @@ import msgspec
 import numpy as np
 import pulp
 import pytest
+from meshwright.planner.cost.ownership import group_samples
+from meshwright.planner.memory.rows import rows as memory_rows_of
+from meshwright.planner.memory.timeline import FIELD
+from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.capability import EVERYTHING, PLAIN
 from meshwright.planner.schema.errors import InfeasibleError
 from meshwright.planner.schema.goal import Goal, Pin
@@ -15,7 +19,9 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.answer import DisagreementError, check, choice
 from meshwright.planner.solve.highs import Interruption, run
 from meshwright.planner.solve.ilp.integer import Program
+from meshwright.planner.solve.ilp.memory_rows import MemoryRows, memory_classes
 from meshwright.planner.solve.ilp.solver import IntegerSolver
+from meshwright.planner.solve.ilp.variables import Variables, summed
 from meshwright.planner.solve.option_table import OptionTable
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve, solvers
@@ -189,6 +195,40 @@ def test_a_relaxation_makes_the_problem_feasible_and_a_smaller_one_does_not(numb
 
 
 # -- what an answer says ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message_bytes", [3_000, 9_000, 500_000])
+def test_open_buckets_as_rows_are_those_of_the_timeline(message_bytes):
+    """Also where layouts differ, and where a unit's gradient is larger than a bucket."""
+    units = [linear(f"fc{i}", n, n) for i, n in enumerate((32, 64, 32, 48))]
+    goal = Goal(batch=16, memory_limit_bytes=20_000)
+    made = Problem(
+        chain_profile(units), cluster(4), goal, PLAIN, schedule="barrier", message_bytes=message_bytes
+    ).placed()
+    model = next(made.cost_models())
+    table, memory = OptionTable(model, made.capability), MemoryModel(model)
+    each = memory_classes(table, model)[0]
+    draw, open_bytes = np.random.default_rng(0), 0.0
+    for _ in range(8):
+        program = Variables(table)
+        rows = MemoryRows(program, memory_rows_of(1, "barrier"), None)
+        heights = rows._buckets(0, [f / each.limit_bytes for f in each.figures], each)
+        chosen = [int(draw.integers(len(row))) for row in program.x]
+        for row, number in zip(program.x, chosen, strict=True):
+            for o, x in enumerate(row):
+                x.lowBound = x.upBound = float(o == number)
+        total = summed(item for terms in heights for item in terms.items())
+        program.problem.setObjective(pulp.LpAffineExpression(total))
+        assert run(program.problem, 10.0, Interruption()).outcome == "optimal"
+        decisions = [options[n] for options, n in zip(table.options, chosen, strict=True)]
+        samples = {
+            o.layout: group_samples(model.counts, o.layout)[each.position] for o in decisions
+        }
+        stated = memory.position(decisions, samples).table[FIELD["unfilled_buckets"]]
+        found = [sum(c * v.value() for v, c in terms.items()) for terms in heights]
+        assert found == pytest.approx(stated / each.limit_bytes, abs=1e-6)
+        open_bytes = max(open_bytes, stated.max())
+    assert open_bytes
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from meshwright.planner.cost.step_time import barrier_step, binding_term, priori
 from meshwright.planner.explain import why
 from meshwright.planner.explain.compare import compare
 from meshwright.planner.explain.why import explain
-from meshwright.planner.schema import json_schemas as schemas
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
@@ -21,6 +20,7 @@ from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler.estimate import load_table
 
+from tests import json_schemas as schemas
 from tests.strategies import chain_profile, cluster, linear
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "schemas"
@@ -176,7 +176,7 @@ def test_published_schemas_are_up_to_date():
     assert {p.name for p in FOLDER.glob("*.json")} == set(files)
     for name, content in files.items():
         assert (FOLDER / name).read_bytes() == content, (
-            "run: python -m meshwright.planner.schema.json_schemas docs/schemas"
+            "run: python -m tests.json_schemas docs/schemas"
         )
 
 

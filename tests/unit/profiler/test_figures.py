@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from meshwright.executor.launch.start import device_name, memory_bytes, software
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import OPTIMIZERS
 from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler import catalogue
 from meshwright.profiler.catalogue import describe_cluster
 from meshwright.profiler.collectives import fit_line
 from meshwright.profiler.estimate import load_table, tables
-from meshwright.profiler.timing import OPTIMIZERS, update_rates
+from meshwright.profiler.timing import update_rates
 
 SIZES = [2**n for n in range(10, 25, 2)]
 

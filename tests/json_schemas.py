@@ -1,6 +1,6 @@
 """The JSON Schemas of the documents, as files.
 
-``python -m meshwright.planner.schema.json_schemas FOLDER`` writes them.
+``python -m tests.json_schemas FOLDER`` writes them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from .cluster import Cluster
-from .errors import InputError
-from .plan import Plan
-from .profile import ModelProfile
-from .record import Document, write_whole
+from meshwright.planner.schema.cluster import Cluster
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.schema.record import Document, write_whole
 
 DOCUMENTS: dict[str, type[Document]] = {
     "plan": Plan,
