@@ -116,12 +116,14 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
     from ...models.precision import in_precision
     from ...models.target import planned, try_out
     from ..apply import apply
+    from .attribution import check_mean
     from .report import report_of_training
     from .train import accuracy, drawing, optimizer_for, run_steps
 
     plan = load(Plan, folder / PLAN)
     chosen = planned(plan.target, plan.precision)
-    try_out(chosen)
+    size = try_out(chosen)
+    check_mean(chosen, (size,))
     chosen = in_precision(chosen)
     model = chosen.model.to(device)
     optimizer = optimizer_for(plan.goal, model.parameters(), LEARNING_RATE)
