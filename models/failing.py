@@ -19,6 +19,13 @@ def failing_module(model: nn.Module, error: BaseException) -> str | None:
     return found
 
 
+def raised_outside(error: BaseException, packages: tuple[str, ...]) -> bool:
+    """Whether the code that raised ``error`` belongs to none of ``packages``."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    where = frames[-1].f_globals.get("__name__", "") if frames else ""
+    return not any(f"{where}.".startswith(f"{package}.") for package in packages)
+
+
 def in_module(model: nn.Module, error: BaseException) -> str:
     """Where ``error`` was raised, to follow in a sentence: " in module 'x.y'", or nothing."""
     name = failing_module(model, error)

@@ -174,6 +174,19 @@ def own_batch(chosen: Workload, size: int) -> Batch:
     return batch
 
 
+def check_batches(chosen: Workload) -> None:
+    """``InputError`` where ``make_batch`` makes none of ``SIZES``, or something that is no batch of
+    the size that it is asked for."""
+    errors = []
+    for size in SIZES:
+        try:
+            own_batch(chosen, size)
+            return
+        except RefusedError as error:
+            errors.append(error)
+    raise errors[0]
+
+
 @contextmanager
 def trial(chosen: Workload) -> Iterator[Workload]:
     """The workload to run a few samples through: eager, in its precision and without gradients.
@@ -195,16 +208,15 @@ def try_out(chosen: Workload, device: torch.device | str = "cpu") -> int:
     Raises ``InputError`` with the error at the first of them where they take none; random state,
     buffers and training mode are left as they were.
     """
-    first: RefusedError | None = None
+    errors = []
     with trial(chosen) as run:
         for size in SIZES:
             try:
                 _try_size(chosen, run, size, device)
                 return size
             except RefusedError as error:
-                first = first or error
-    assert first is not None
-    raise first
+                errors.append(error)
+    raise errors[0]
 
 
 def _try_size(chosen: Workload, run: Workload, size: int, device: torch.device | str) -> None:
