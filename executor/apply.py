@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..models.compiled import Taken
-from ..models.units.discover import altered, check_gradients
+from ..models.units.discover import check_gradients
+from ..models.units.stays_whole import altered
 from ..models.workload import device_of
 from ..planner.cost.exchange import sent_whole
 from ..planner.schema.errors import InputError

@@ -378,6 +378,7 @@ def unit_profile(
         # A mean and a sum of squares for each channel, and the count.
         statistics_bytes=sum(4 * (2 * int(norm.num_features) + 1) for norm in norms),
         splits=split_profiles(model, unit, shared),
+        stays_whole=unit.stays_whole,
         shares=(msgspec.structs.replace(whole, parameter_bytes=total),),
     )
 

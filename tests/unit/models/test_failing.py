@@ -84,5 +84,5 @@ def test_the_innermost_module_is_named():
     assert failing_module(nn.ReLU(), caught.value) is None
     assert raised_outside(caught.value, ("meshwright",))
     assert not raised_outside(caught.value, ("torch.nn",))
-    with pytest.raises(mw.InputError, match="own batch of 2 in module '0.2': RuntimeError"):
+    with pytest.raises(mw.InputError, match=r"own batch of 2 in module '0\.2': RuntimeError"):
         record(model, make_batch(2))
