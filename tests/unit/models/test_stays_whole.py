@@ -94,6 +94,37 @@ def borrowing(m, x):
     return m.first(x) @ m.first.weight
 
 
+class Sub(nn.Linear):
+    """A forward of its own, equal to its class's: its split is tried."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Foreign(nn.Linear):
+    """Is given a parameter of another module."""
+
+    def forward(self, x, weight):
+        return super().forward(x) * weight[0]
+
+
+class Dropping(nn.Module):
+    """May leave layers of a list out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layerdrop = 0.5
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+def large_only(least):
+    """Calls its first layer for batches of at least so many samples."""
+    return lambda m, x: m.first(x) if len(x) >= least else x
+
+
 CASES = {
     "mixed": (Made(lambda m, x: m.first(x.repeat(2, 1)).chunk(2)[0]), why.MIXED),
     "outputs": (Made(lambda m, x: sum(m.first(x)), Two(WIDTH, WIDTH)), why.ELSEWHERE),
@@ -103,6 +134,12 @@ CASES = {
     "altered": (Made(lambda m, x: m.first(x), hooked()), why.ALTERED),
     "computed": (Made(lambda m, x: m.first(x), weight_norm(nn.Linear(WIDTH, WIDTH))), why.COMPUTED),
     "keeps": (Made(lambda m, x: m.first(x), Keeping(WIDTH, WIDTH, bias=False)), why.KEEPS),
+    "foreign": (
+        Made(lambda m, x: m.first(x, m.last.weight), Foreign(WIDTH, WIDTH)),
+        why.FOREIGN,
+    ),
+    "absent": (Made(large_only(5)), why.ABSENT),
+    "fewer": (Made(large_only(3), Sub(WIDTH, WIDTH)), why.FEWER),
     "not shown": (Made(lambda m, x: m.first(x), Other(WIDTH, WIDTH)), why.NOT_SHOWN),
 }
 
@@ -114,7 +151,8 @@ def batch(size: int = 4) -> mw.Batch:
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_not_divided_says_why(case):
     model, reason = CASES[case]
-    unit = discover(model, batch()).unit("first")
+    # What is called for five samples only is found in the second forward if not in the first.
+    unit = discover(model, batch(5 if case == "absent" else 4), batch(3)).unit("first")
     assert not unit.splits
     assert unit.stays_whole == reason
 
@@ -133,6 +171,18 @@ def test_what_is_not_finer_says_why(run, reason):
     assert found.unit("block").stays_whole.startswith(reason)
     assert found.unit("first").stays_whole == ""
     assert found.unit("first").splits
+
+
+def test_features_without_a_dimension_of_their_own_are_told(monkeypatch):
+    monkeypatch.setattr(discovery, "_fits", lambda *_: False)
+    assert (
+        discover(Made(lambda m, x: m.first(x)), batch()).unit("first").stays_whole == why.FEATURES
+    )
+
+
+def test_what_may_be_left_out_says_so():
+    found = discover(Made(lambda m, x: m.drop(m.first(x)), drop=Dropping()), batch())
+    assert found.unit("drop.layers.0").stays_whole == why.LEFT_OUT
 
 
 def test_what_can_be_divided_or_has_no_recipe_says_nothing():
