@@ -493,6 +493,7 @@ def auto_parallelize(
     from .executor.comm.agreement import together
     from .executor.comm.watchdog import time_limit
     from .executor.gradients.feedback import Lossy
+    from .executor.launch.attribution import check_mean
     from .executor.launch.report import given_plan, record_run
     from .executor.launch.start import start_process_group
     from .executor.optimizer.lazy import releases_not
@@ -515,8 +516,11 @@ def auto_parallelize(
     # rank waits in a collective for one that has gone.
     together(lambda: ready(module, optimizer, device))
     chosen = together(lambda: given_plan(plan))
-    if chosen is None:
+    known = loss is not None and example_inputs is not None
+    if chosen is None or known or isinstance(model, Workload):
         workload, samples = together(lambda: workload_of(model, example_inputs, loss))
+        together(lambda: check_mean(workload))
+    if chosen is None:
         workload = replace(
             workload, precision=wanted or workload.precision or surrounding_precision(device)
         )

@@ -12,6 +12,7 @@ from ..executor.launch.progress import progress
 from .options import AllUnits, Json, PrecisionName, out
 from .output import check_out, deliver
 from .render.documents import cluster_table, units_table
+from .render.whole import whole_sentences
 from .values import amount, counts, number, whole
 
 
@@ -46,7 +47,9 @@ def profile(
         found = api.profile(
             target, batches=batches, device=device, ranks=ranks, precision=precision, progress=step
         )
-    deliver(found, out_, json, units_table(found, fold=not all_units))
+    deliver(
+        found, out_, json, units_table(found, fold=not all_units), *whole_sentences(found.units)
+    )
 
 
 def probe(

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from ..models.compiled import Taken
 from ..models.splits.leaves import is_norm
-from ..models.units.discover import altered, check_gradients
+from ..models.units.discover import check_gradients
+from ..models.units.stays_whole import altered
 from ..models.workload import device_of
 from ..planner.cost.exchange import sent_whole
 from ..planner.schema.errors import InputError

@@ -59,7 +59,8 @@ class UnitSpec:
     ``batched_inputs`` are the leaves among the flattened ``(args, kwargs)`` of the first module's
     call that hold samples, ``batch_dims`` the dimension of each that counts them (None: 0 of all).
     ``mixed`` units stay whole only because an input of theirs grows with the batch and no one
-    dimension of it counts samples.
+    dimension of it counts samples. ``stays_whole`` says why a unit is not made of finer ones or not
+    divided, with the remedy; empty where it is as fine as its modules are.
     """
 
     name: str
@@ -70,6 +71,7 @@ class UnitSpec:
     batch_statistics: bool = False
     batch_dims: tuple[int, ...] | None = None
     mixed: bool = False
+    stays_whole: str = ""
 
     @property
     def batch_dim(self) -> int:

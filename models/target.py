@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 from ..planner.schema.errors import InputError
 from ..planner.schema.precision import Precision, check_precision
 from .compiled import eagerly, uncompiled, unwrapped
+from .failing import in_module
 from .precision import measured_in
 from .replay import preserved
 from .units.batch_dims import located, with_dims
@@ -32,8 +34,16 @@ HOW = (
 )
 
 
+# Sizes of batches at which a model is tried out, as discovery does: it may refuse some.
+SIZES = (2, 4, 8)
+
+
 class NoFileError(InputError):
     """A target whose file is not there."""
+
+
+class RefusedError(InputError):
+    """A model or a make_batch that fails at one size of a batch: it may take another."""
 
 
 def planned(target: str, precision: Precision | None = None) -> Workload:
@@ -138,7 +148,7 @@ def own_batch(chosen: Workload, size: int) -> Batch:
     try:
         batch: object = chosen.make_batch(size)
     except Exception as error:
-        raise InputError(
+        raise RefusedError(
             f"make_batch({size}) of {chosen.name!r} failed with {_said(error)}; mend it"
         ) from error
     wanted = f"return meshwright.Batch((x,), target) with {size} samples"
@@ -164,29 +174,64 @@ def own_batch(chosen: Workload, size: int) -> Batch:
     return batch
 
 
-def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu") -> None:
-    """One forward and loss on a batch of the workload's own, without gradients.
-
-    Raises ``InputError`` with the model's own error where that fails; random state, buffers and
-    training mode are left as they were.
-    """
-    try:
-        with (
-            uncompiled(chosen.model) as model,
-            measured_in(replace(chosen, model=model), None) as run,
-            preserved(run.model),
-            eagerly(),
-            torch.no_grad(),
-        ):
+def check_batches(chosen: Workload) -> None:
+    """``InputError`` where ``make_batch`` makes none of ``SIZES``, or something that is no batch of
+    the size that it is asked for."""
+    errors = []
+    for size in SIZES:
+        try:
             own_batch(chosen, size)
-            batch = run.make_batch(size).to(device)
-            loss = run.loss(run.model(*batch.args, **batch.kwargs), batch.target)
+            return
+        except RefusedError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+@contextmanager
+def trial(chosen: Workload) -> Iterator[Workload]:
+    """The workload to run a few samples through: eager, in its precision and without gradients.
+    Random state, buffers and training mode are put back."""
+    with (
+        uncompiled(chosen.model) as model,
+        measured_in(replace(chosen, model=model), None) as run,
+        preserved(run.model),
+        eagerly(),
+        torch.no_grad(),
+    ):
+        yield run
+
+
+def try_out(chosen: Workload, device: torch.device | str = "cpu") -> int:
+    """One forward and loss on a batch of the workload's own, without gradients: of the first of
+    ``SIZES`` that its model and its make_batch take, which is returned.
+
+    Raises ``InputError`` with the error at the first of them where they take none; random state,
+    buffers and training mode are left as they were.
+    """
+    errors = []
+    with trial(chosen) as run:
+        for size in SIZES:
+            try:
+                _try_size(chosen, run, size, device)
+                return size
+            except RefusedError as error:
+                errors.append(error)
+    raise errors[0]
+
+
+def _try_size(chosen: Workload, run: Workload, size: int, device: torch.device | str) -> None:
+    own_batch(chosen, size)
+    try:
+        batch = run.make_batch(size).to(device)
+        loss = run.loss(run.model(*batch.args, **batch.kwargs), batch.target)
     except InputError:
         raise
     except Exception as error:
-        raise InputError(
-            f"the model of {chosen.name!r} failed on its own batch of {size} with {_said(error)}; "
-            "its model, make_batch and loss must fit together"
+        raise RefusedError(
+            f"the model of {chosen.name!r} failed on its own batch of {size}"
+            f"{in_module(run.model, error)} with {_said(error)} (batches of "
+            f"{', '.join(map(str, SIZES))} are tried); its model, make_batch and loss must fit "
+            "together"
         ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -29,7 +29,7 @@ from ..models.replay import UnitCall, capture, copied, preserved
 from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
-from ..models.target import own_batch
+from ..models.target import check_batches
 from ..models.units.chance import every_layer
 from ..models.units.discover import Discovery, discovered
 from ..models.workload import Workload, device_of
@@ -53,8 +53,9 @@ from .shares import Cost, cost_of, saved_ratio, shard_bytes
 from .timing import Timeline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Memory is counted at these batch sizes, and is linear beyond.
-FOOTPRINT_SIZES = (2, 4)
+# Memory is counted at the first two of these that the model takes as batch sizes, and is linear
+# beyond.
+FOOTPRINT_SIZES = ((2, 4), (4, 8))
 DEGREES = (2, 4, 8)
 # Shares are counted at these batch sizes: every member of the largest degree has samples.
 SHARE_SIZES = (max(DEGREES), 2 * max(DEGREES))
@@ -81,7 +82,7 @@ def estimate(
         uncompiled(workload.model) as model,
         measured_in(replace(workload, model=model), None) as chosen,
     ):
-        own_batch(chosen, 2)
+        check_batches(chosen)
         try:
             found, units = _counted(dry(chosen), sheet, sizes)
         except Exception:
@@ -117,18 +118,32 @@ def _counted(
     model = workload.model
     found, _ = discovered(model, workload.make_batch)
     with every_layer(model), preserved(model):
-        logs = [_step(workload, found.units, size) for size in FOOTPRINT_SIZES]
-        footprints = Footprints(workload, found.units, FOOTPRINT_SIZES)
+        few, logs = _steps(workload, found.units)
+        footprints = Footprints(workload, found.units, few)
         divided = [u for u in found.units if u.splits]
         calls = [capture(model, workload.make_batch(n), divided) for n in SHARE_SIZES]
-        batch = workload.make_batch(FOOTPRINT_SIZES[0])
+        batch = workload.make_batch(few[0])
         with FusedAttention():
             inputs = saved_inputs(model, found.units, batch, workload.loss) if divided else {}
-        counted = _Estimator(workload, found, logs, footprints, calls, sheet, sizes, {})
+        counted = _Estimator(workload, found, few, logs, footprints, calls, sheet, sizes, {})
         return found, tuple(
             msgspec.structs.replace(counted.unit(u), **inputs_of(u, inputs, batch.size))
             for u in found.units
         )
+
+
+def _steps(
+    workload: Workload, units: Sequence[UnitSpec]
+) -> tuple[tuple[int, int], list[OperationLog]]:
+    """The first two of ``FOOTPRINT_SIZES`` that model and loss take, with what a step of each
+    runs."""
+    errors = []
+    for sizes in FOOTPRINT_SIZES:
+        try:
+            return sizes, [_step(workload, units, size) for size in sizes]
+        except Exception as error:  # the model's own, or the loss's
+            errors.append(error)
+    raise errors[0]
 
 
 def _step(workload: Workload, units: Sequence[UnitSpec], size: int) -> OperationLog:
@@ -171,6 +186,7 @@ class _Estimator(NamedTuple):
 
     workload: Workload
     found: Discovery
+    few: tuple[int, int]
     logs: list[OperationLog]
     footprints: Footprints
     calls: list[dict[str, UnitCall]]
@@ -199,7 +215,7 @@ class _Estimator(NamedTuple):
     def _whole(self, unit: UnitSpec) -> ShareProfile:
         def work(phase: str) -> CountedWork:
             few, many = (getattr(log, phase).get(unit.name, ()) for log in self.logs)
-            return CountedWork(FOOTPRINT_SIZES, few, many)
+            return CountedWork(self.few, few, many)
 
         kinds = ("saved", "gradient", "workspace", "new_grad", "never_together")
         return ShareProfile(

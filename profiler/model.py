@@ -18,6 +18,7 @@ from ..models.precision import measured_in
 from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
 from ..models.splits.leaves import BATCH_NORMS
+from ..models.target import SIZES
 from ..models.units.chance import every_layer
 from ..models.units.discover import Discovery, discovered
 from ..models.workload import Batch, Workload
@@ -125,10 +126,10 @@ def _profile(
     job.report(0.0, "finding units")
     devices = [where.index or 0] if where.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        found, _ = discovered(workload.model, job.batch)
+        found, few = discovered(workload.model, job.batch)
         with every_layer(workload.model), preserved(workload.model):
             if batches and room_bytes is not None:
-                batches = _fitting(job, found, batches, room_bytes)
+                batches = _fitting(job, found, batches, room_bytes, few.size)
             measured = list(_measure(job, found, batches, repeats))
             units = _units(job, found, measured, degrees)
             units = _with_fidelity(job, units, measured[len(measured) // 2].batch)
@@ -155,29 +156,45 @@ def _profile(
     )
 
 
-def _fitting(job: _Job, found: Discovery, batches: Sequence[int], room_bytes: float) -> list[int]:
-    """The sizes, halved where they do not fit, judged by a batch of ``FEW``."""
-    model, loss, batch = job.workload.model, job.workload.loss, job.batch(FEW)
-    few = measure_footprint(model, found.units, batch, loss, job.device)
-    model.zero_grad()
-    step_s = plain_step(model, batch, loss, job.device)
-    model.zero_grad()
+def _fitting(
+    job: _Job, found: Discovery, batches: Sequence[int], room_bytes: float, smallest: int
+) -> list[int]:
+    """The sizes, halved where they do not fit, judged by a batch of a few samples: the first of
+    ``SIZES``, from ``smallest`` on, that model and loss take."""
+    few, takes_bytes, step_s = _small_step(job, found, smallest)
     # Of a profile's own: the model's values are kept, and gradients are made.
-    persistent = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+    persistent = 3 * sum(p.numel() * p.element_size() for p in job.workload.model.parameters())
 
     def fits(size: int) -> bool:
-        takes = persistent + few.total * size / FEW <= room_bytes
-        return takes and step_s * size / FEW <= job.budget_s * LONGEST_SHARE
+        takes = persistent + takes_bytes * size / few <= room_bytes
+        return takes and step_s * size / few <= job.budget_s * LONGEST_SHARE
 
     sizes = set[int]()
     for size in batches:
-        while size > FEW and not fits(size):
+        while size > few and not fits(size):
             size //= 2
         sizes.add(size)
     # One size alone makes no curve.
     if len(sizes) == 1:
-        sizes.add(max(sizes) // 2 or FEW)
+        sizes.add(max(sizes) // 2 or few)
     return sorted(sizes)
+
+
+def _small_step(job: _Job, found: Discovery, smallest: int) -> tuple[int, float, float]:
+    """The size, bytes and seconds of a step on a few samples."""
+    model, loss = job.workload.model, job.workload.loss
+    errors = []
+    for size in (s for s in SIZES if s >= smallest):
+        try:
+            batch = job.batch(size)
+            footprint = measure_footprint(model, found.units, batch, loss, job.device)
+            model.zero_grad()
+            return size, footprint.total, plain_step(model, batch, loss, job.device)
+        except Exception as error:  # the model's own, or the loss's
+            errors.append(error)
+        finally:
+            model.zero_grad()
+    raise errors[0]
 
 
 def _measure(
@@ -370,6 +387,7 @@ def unit_profile(
         # A mean and a sum of squares for each channel, and the count.
         statistics_bytes=sum(4 * (2 * int(norm.num_features) + 1) for norm in norms),
         splits=split_profiles(model, unit, shared),
+        stays_whole=unit.stays_whole,
         shares=(msgspec.structs.replace(whole, parameter_bytes=total),),
     )
 

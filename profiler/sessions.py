@@ -33,10 +33,10 @@ from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
 from ..models.compiled import described, uncompiled
 from ..models.precision import surrounding_precision
-from ..models.target import try_out, workload
+from ..models.target import SIZES, try_out, workload
 from ..models.units.discover import settings
 from ..models.units.storages import tensors_in
-from ..models.workload import Workload
+from ..models.workload import Batch, Workload
 from ..planner.schema import cache
 from ..planner.schema.cache import DocumentT
 from ..planner.schema.cluster import Cluster, Device, Node
@@ -182,7 +182,7 @@ def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torc
     model = workload.model
     switches = [settings(module) for module in model.modules()]
     with torch.random.fork_rng():
-        batch = workload.make_batch(1)
+        batch = _smallest(workload)
     given = tensors_in((batch.args, dict(batch.kwargs), batch.target))
     inputs = [batch.batch_dims, *((tuple(t.shape), str(t.dtype)) for t in given)]
     parameters = [
@@ -197,6 +197,17 @@ def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torc
         torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, compiled,
     )  # fmt: skip
     return _digest("profile", workload.name, repr(model), parameters, inputs, batches, where, how)
+
+
+def _smallest(workload: Workload) -> Batch:
+    """A batch of one sample, or of the fewest that make_batch makes."""
+    errors = []
+    for size in (1, *SIZES):
+        try:
+            return workload.make_batch(size)
+        except Exception as error:  # a function of the user's
+            errors.append(error)
+    raise errors[0]
 
 
 def _digest(*parts: object) -> str:

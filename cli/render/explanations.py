@@ -19,6 +19,7 @@ from ...planner.schema.text import seconds, size
 from .folding import fold as folded
 from .folding import unfolded
 from .table import empty_table, filled_table, names_of
+from .whole import whole_sentences
 
 # A saving below this share of the step is none: solvers stop at a gap, and sums are rounded.
 NEGLIGIBLE = 1e-3
@@ -44,7 +45,8 @@ def explanation_tables(
 ) -> list[Table | str]:
     """Each unit's cost and what its alternatives would give, then what binds, then what more of
     anything would buy (of the ``objective`` of the goal)."""
-    parts: list[Table | str] = [_units(found, fold=fold), *_words(found)]
+    parts: list[Table | str] = [_units(found, fold=fold), *whole_sentences(found.units)]
+    parts += _words(found)
     # Without times nothing can be a multiple of one device's.
     if found.device_time.single_device_s:
         parts.append(_device_time(found.device_time))

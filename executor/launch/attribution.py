@@ -1,10 +1,13 @@
 """Why training on shares of a batch cannot equal training on all of it, asked of one process: what
-gives other answers for the same inputs, and what looks at the batch as a whole."""
+gives other answers for the same inputs, what looks at the batch as a whole, and what adds up over
+samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,11 +15,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...models.replay import preserved
+from ...models.target import SIZES, default_loss, trial
 from ...models.units.storages import tensors_in
-from ...models.workload import Batch, Workload
+from ...models.workload import Batch, Workload, device_of
+from ...planner.schema.errors import InputError
 
 # Other sizes round in another order: beyond so many times what is allowed it is no rounding.
 ROUNDING = 100.0
+
+# In parts of the loss, what must grow with the samples to count as a sum, by whether anything is
+# computed in 16 bits; and how far two steps of that may be apart, in parts of one.
+SUM_SHARE = {False: 1e-4, True: 3e-2}
+LINEAR = 0.05
 
 _Made = TypeVar("_Made")
 
@@ -58,7 +68,7 @@ def mixing_cause(workload: Workload, batch: Batch, share: Callable[[Tensor, Tens
     model, size = workload.model, batch.size
     cut = size // 2
     parts = batch.slice(0, cut), batch.slice(cut, size)
-    with torch.no_grad(), preserved(model), _fixed_statistics(model):
+    with torch.no_grad(), preserved(model), fixed_statistics(model):
         whole = _loss(workload, batch)
         mean = sum(_loss(workload, part) * (part.size / size) for part in parts)
         assert isinstance(mean, Tensor)
@@ -81,6 +91,71 @@ def mixing_cause(workload: Workload, batch: Batch, share: Callable[[Tensor, Tens
     return (
         f"{what} computes over the batch as a whole (what it gives for a sample changes with the "
         "others there), so no training on shares of a batch equals that of the whole"
+    )
+
+
+def check_mean(workload: Workload, sizes: Sequence[int] = SIZES) -> None:
+    """Raises ``InputError`` where the loss is, in whole or in part, a sum over samples: gradients
+    are averaged over ranks, so that training with it would differ, silently, with their number.
+
+    Asked of a few samples and of the same ones two and three times: a mean stays as it is, what is
+    not of the samples too (weight decay in the loss), and a sum grows by the same twice. Of the
+    first of ``sizes`` that the model takes; nothing is known of one that takes none, or is random
+    in evaluation mode too. Warns where the loss compares samples with each other.
+    """
+    with trial(workload) as run:
+        for size in sizes:
+            # What fails here fails in training as well, where it is told.
+            with suppress(Exception):
+                once, twice, thrice = _repeated(run, size)
+                break
+        else:
+            return
+        tolerance = SUM_SHARE[_is_half(run)] * max(map(abs, (once, twice, thrice)))
+    first, second = twice - once, thrice - twice
+    if abs(first) <= tolerance:
+        return
+    if abs(second - first) <= LINEAR * abs(first):
+        raise InputError(
+            f"the loss of {workload.name!r} is a sum over samples, or has a part that is "
+            f"({once:.4g} for {size} samples, {twice:.4g} for the same ones twice), and gradients "
+            "are averaged over ranks: write it, with losses that modules keep, as a mean over the "
+            "samples that it is given (reduction='mean', .mean()), times a constant if it is to "
+            "be larger"
+        )
+    if os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"the loss of {workload.name!r} compares samples with each other ({once:.4g} for "
+            f"{size} samples, {twice:.4g} for the same ones twice): each rank compares those of "
+            "its own share",
+            stacklevel=2,
+        )
+
+
+def _repeated(run: Workload, size: int) -> tuple[float, float, float]:
+    """The loss of a batch, and of batches with each of its samples two and three times; equal where
+    it is random whatever the mode, or nobody has said what the loss is."""
+    batch = run.make_batch(size).to(device_of(run.model))
+
+    def value(times: int, seed: int = 0) -> float:
+        torch.manual_seed(seed)
+        given = batch.take(torch.arange(times * size) % size)
+        output = run.model(*given.args, **given.kwargs)
+        if run.loss is default_loss and not isinstance(getattr(output, "loss", None), Tensor):
+            return 0.0
+        return float(run.loss(output, given.target))
+
+    if value(1) != value(1, seed=1):
+        run.model.eval()  # without dropout
+        if value(1) != value(1, seed=1):
+            return 0.0, 0.0, 0.0
+    return value(1), value(2), value(3)
+
+
+def _is_half(run: Workload) -> bool:
+    """Whether anything in the model is computed in 16 bits."""
+    return run.precision not in (None, "float32", "tf32") or any(
+        p.is_floating_point() and p.element_size() < 4 for p in run.model.parameters()
     )
 
 
@@ -148,7 +223,7 @@ def _calls(model: nn.Module, batch: Batch) -> list[_Call]:
 
 
 @contextmanager
-def _fixed_statistics(model: nn.Module) -> Iterator[None]:
+def fixed_statistics(model: nn.Module) -> Iterator[None]:
     """Batch normalisation by running statistics; ``preserved`` sets the modes back."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:

@@ -117,12 +117,14 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
     from ...models.target import planned, try_out
     from ..apply import apply
     from ..optimizer.state import optimizer_for
+    from .attribution import check_mean
     from .report import report_of_training
     from .train import accuracy, drawing, run_steps
 
     plan = load(Plan, folder / PLAN)
     chosen = planned(plan.target, plan.precision)
-    try_out(chosen)
+    size = try_out(chosen)
+    check_mean(chosen, (size,))
     chosen = in_precision(chosen)
     model = chosen.model.to(device)
     optimizer = optimizer_for(plan.goal.optimizer, model.parameters(), LEARNING_RATE)

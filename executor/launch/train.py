@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
+from ...models.failing import in_module, raised_outside
 from ...models.units.storages import peak_bytes, tensors_in
 from ...models.workload import Batch, Workload, device_of
+from ...planner.schema.errors import InputError, MeshwrightError
 from ...planner.schema.plan import Plan
 from ...planner.schema.precision import is_scaled
 from ...planner.schema.record import Bytes, Count, Record, Seconds
@@ -161,7 +163,7 @@ def timed_step(
     # On the device: to read each loss would make the host wait for it.
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for part in micro_batches(workload.model, mine, plan.micro_batches):
-        value = workload.loss(workload.model(*part.args, **part.kwargs), part.target)
+        value = loss_of(workload, part)
         (scaler.scale(value) if scaler else value).backward()  # type: ignore[no-untyped-call]
         if part.size:  # the mean over nothing is not a number
             loss += value.detach() * (part.size / batch.size)
@@ -181,6 +183,24 @@ def timed_step(
         update_s=end - before_update,
         wire_bytes=run.meter.sent_bytes - sent,
     )
+
+
+def loss_of(workload: Workload, batch: Batch) -> Tensor:
+    """The loss of one forward; ``InputError`` that names the module where the model's own code
+    fails on it."""
+    try:
+        return workload.loss(workload.model(*batch.args, **batch.kwargs), batch.target)
+    except (MeshwrightError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # What fails here in communicating, or in code of ours, is no mistake of the user's.
+        if not raised_outside(error, ("meshwright", "torch.distributed")):
+            raise
+        raise InputError(
+            f"the model of {workload.name!r} failed on a batch of {batch.size}"
+            f"{in_module(workload.model, error)} with {type(error).__name__}: {error}; if it "
+            "refuses that size, plan for another --batch (a rank gets its part of it)"
+        ) from error
 
 
 def share_of(batch: Batch, run: Run) -> Batch:

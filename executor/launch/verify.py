@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...models.compiled import Taken
 from ...models.precision import in_precision
 from ...models.replay import copied
+from ...models.target import trial, try_out
 from ...models.units.chance import layer_drop_rates
 from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
@@ -35,8 +36,8 @@ from ..apply import apply
 from ..comm.agreement import rank_zero_decides, together
 from ..optimizer.state import optimizer_for
 from ..parallel import full_state_dict
-from .attribution import mixing_cause, restless_module
-from .train import train_step
+from .attribution import fixed_statistics, mixing_cause, restless_module
+from .train import loss_of, train_step
 
 LEARNING_RATE = 0.01
 SEED = 1
@@ -202,9 +203,9 @@ def verify_on_ranks(
     workload = in_precision(workload, plan.precision)
     plan, notes = _over_the_whole_batch(plan, workload.model)
     notes += _without_dropout(workload.model)
-    # The second is one larger, so that the ranks' shares are uneven.
     size = batch or min(plan.goal.batch, 4 * plan.world_size * plan.micro_batches)
-    sizes = [size, size + 1, size]
+    sizes, told = rank_zero_decides(lambda: _sizes(workload, size, plan))
+    notes += told
     computed, note = together(lambda: _computable(workload, dtype, device))
     dtype, notes = computed, [*notes, *note]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
@@ -309,6 +310,23 @@ def _other_ways(
     return ways
 
 
+def _sizes(workload: Workload, size: int, plan: Plan) -> tuple[list[int], list[str]]:
+    """The batches to compare over. The second is one larger, so that the ranks' shares are uneven,
+    unless the model refuses such shares: then with a note."""
+    parts = plan.world_size * plan.micro_batches
+    # Statistics are of all ranks' samples: none has too few by itself.
+    with trial(workload) as run, fixed_statistics(run.model):
+        for part in sorted({-(-size // parts), size}):
+            loss_of(run, run.make_batch(part))  # or nothing can be compared
+        try:
+            for part in sorted({-(-(size + 1) // parts), size + 1}):
+                loss_of(run, run.make_batch(part))
+        except Exception as error:  # make_batch's own too
+            note = f"uneven shares are not compared, as they are refused: {error}"
+            return [size] * 3, [note]
+    return [size, size + 1, size], []
+
+
 def _over_the_whole_batch(plan: Plan, model: nn.Module) -> tuple[Plan, list[str]]:
     if plan.goal.batch_statistics == "global" or not any(
         isinstance(m, _BatchNorm) for m in model.modules()
@@ -369,7 +387,8 @@ def _computable(
     does; with a note on that."""
     if asked != "float64":
         return asked, []
-    batch, model = _draw(workload, [2], asked, device)[0], copied(workload.model)
+    size = try_out(workload)
+    batch, model = _draw(workload, [size], asked, device)[0], copied(workload.model)
     try:
         with torch.no_grad(), torch.random.fork_rng():
             model.to(device=device, dtype=_DTYPES[asked])(*batch.args, **batch.kwargs)
@@ -427,7 +446,7 @@ def _train_alone(
     optimizer = _optimizer(model)
     losses = []
     for number, batch in enumerate(batches, 1):
-        loss = workload.loss(model(*batch.args, **batch.kwargs), batch.target)
+        loss = loss_of(workload, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()

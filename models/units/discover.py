@@ -10,30 +10,29 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.schema.errors import InputError
 from ...planner.schema.profile import EdgeProfile, PieceProfile
+from ..failing import in_module
 from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
 from ..splits import find_splits, guessed
 from ..splits.check import is_equivalent
 from ..splits.leaves import BATCH_NORMS
 from ..workload import Batch
+from . import stays_whole
 from .batch_dims import sample_dim
 from .chance import every_layer, may_be_left_out
 from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, pruned, tensor_numbers
-from .kept import kept_results
 from .pieces import pieces_of
 from .select import (
     TracedUnit,
-    draws_early,
     parameters_outside,
     parameters_used_outside,
     select_units,
-    uses_foreign,
 )
+from .stays_whole import why_not_finer, why_not_plain
 from .trace import Trace, record
 
 # [Note: How units are found]
@@ -97,7 +96,23 @@ def _discover(
     # One sample more, as one less could be one, which batch normalisation refuses.
     other = other or batch.take(torch.arange(batch.size + 1) % batch.size)
     traces = record(model, batch), record(model, other)
-    trial = _Trial(model, batch) if check else None
+    inputs = _input_dims(batch)
+    try:
+        return _finest(model, traces, _Trial(model, batch) if check else None, optional, inputs)
+    except InputError:
+        raise  # a mistake of the user's
+    except Exception as error:
+        # Its forwards ran: as one unit it trains data parallel.
+        return _as_one(model, traces, inputs, error)
+
+
+def _finest(
+    model: nn.Module,
+    traces: tuple[Trace, Trace],
+    trial: _Trial | None,
+    optional: set[str],
+    inputs: dict[int, int],
+) -> Discovery:
     refused: set[str] = set()
     # Ends after a few rounds: ``refused`` only grows, and each name in it is a module.
     while True:
@@ -110,8 +125,27 @@ def _discover(
             n for n, u in specs.items() if u.kind in _BLOCKS and u.splits and not kept[n].splits
         }
         if lost <= refused:
-            return _discovery(model, traces, traced[0], flows, kept, _input_dims(batch))
+            return _discovery(model, traces, traced[0], flows, kept, inputs)
         refused |= lost
+
+
+def _as_one(
+    model: nn.Module, traces: tuple[Trace, Trace], inputs: dict[int, int], error: Exception
+) -> Discovery:
+    """The model as one unit that is not divided, as ``error`` came while finer ones were looked
+    for."""
+    traced = [[TracedUnit("other", (trace.calls("")[0],))] for trace in traces]
+    flows = [flow_of(trace, one) for trace, one in zip(traces, traced, strict=True)]
+    whole = traced[0][0]
+    dims = _batched(whole, traced[1][0], (traces[0].size, traces[1].size))
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    where = in_module(model, error)
+    spec = UnitSpec(
+        whole.name, "other", whole.modules, **_batched_fields(dims or {}),
+        batch_statistics=any(isinstance(inner, BATCH_NORMS) for inner in model.modules()),
+        stays_whole=f"{stays_whole.NOT_FOUND}{where} with {said}",
+    )  # fmt: skip
+    return _discovery(model, traces, traced[0], flows, {whole.name: spec}, inputs)
 
 
 def discovered(model: nn.Module, make_batch: Callable[[int], Batch]) -> tuple[Discovery, Batch]:
@@ -246,44 +280,26 @@ def _specs(
     for unit in traced[0]:
         twin = twins.get(unit.name)
         batched = _batched(unit, twin, sizes)
-        # Whether it would be divided, if only one dimension of its inputs counted samples.
-        mixed = batched is None and twin is not None
-        dims = _batched_fields(batched or {})
         modules = [model.get_submodule(name) for name in unit.modules]
-        own = {id(p) for m in modules for p in m.parameters()}
         # Only a unit whose hooks see all that enters and leaves it, and its parameters, is divided.
-        plain = (
-            (mixed or _leaves_samples(unit, twin, sizes, flow, batched or {}))
-            and unit.name not in flow.inside
-            and not any(f"{name}.".startswith(f"{o}.") for name in unit.modules for o in optional)
-            and not own & shared
-            and not draws_early(traces[0], unit)
-            and not uses_foreign(model, traces[0], unit)
-            and not any(altered(m) for m in modules)
-            # A member would keep what it makes of its part, or of a whole group's samples.
-            and not any(True for m in modules for _ in kept_results(m))
-        )
-        splits = find_splits(model, unit.modules) if plain else ()
-        fitting = tuple(s for s in splits if batched and _fits(unit, s, batched))
+        reads = stays_whole.READS if unit.name in flow.inside else ""
+        obstacle = reads or why_not_plain(model, traces[0], unit, shared, optional)
+        # Whether it would be divided, if only one dimension of its inputs counted samples.
+        mixed = batched is None and twin is not None and not obstacle
+        if not obstacle and not (batched and _leaves_samples(unit, twin, sizes, flow, batched)):
+            absent = stays_whole.ABSENT if twin is None else stays_whole.ELSEWHERE
+            obstacle = stays_whole.MIXED if mixed else absent
+        splits = find_splits(model, unit.modules)
+        fitting = tuple(s for s in splits if batched and not obstacle and _fits(unit, s, batched))
+        reason = why_not_finer(model, traces[0], unit) if unit.kind not in _BLOCKS else ""
+        if splits and not fitting:
+            reason = reason or obstacle or stays_whole.FEATURES
         norms = any(isinstance(inner, BATCH_NORMS) for m in modules for inner in m.modules())
         found[unit.name] = UnitSpec(
-            unit.name, unit.kind, unit.modules, **dims, splits=fitting, batch_statistics=norms,
-            mixed=mixed and bool(splits),
+            unit.name, unit.kind, unit.modules, **_batched_fields(batched or {}), splits=fitting,
+            batch_statistics=norms, mixed=mixed and bool(splits), stays_whole=reason,
         )  # fmt: skip
     return found
-
-
-def altered(module: nn.Module) -> bool:
-    """Whether a module or one inside it does more than its class says: a hook of the user's runs
-    with it, its parameters are computed from others (weight normalisation, pruning), or its forward
-    was replaced. Nobody knows what such a module does with a part of its inputs or parameters."""
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(
-        is_parametrized(inner)
-        or "forward" in vars(inner)
-        or any(getattr(inner, kind) for kind in hooks)
-        for inner in module.modules()
-    )
 
 
 def _batched(
@@ -366,9 +382,11 @@ class _Trial:
         calls = capture(self.model, self.batch, doubtful) if doubtful else {}
         found = dict(specs)
         for unit in doubtful:
-            call = calls.pop(unit.name)
-            kept = tuple(s for s in unit.splits if self._holds(unit, s, call))
-            found[unit.name] = replace(unit, splits=kept)
+            call = calls.pop(unit.name, None)
+            kept = tuple(s for s in unit.splits if call and self._holds(unit, s, call))
+            lost = stays_whole.NOT_SHOWN if call else stays_whole.FEWER
+            reason = unit.stays_whole or ("" if kept else lost)
+            found[unit.name] = replace(unit, splits=kept, stays_whole=reason)
         return found
 
     def _holds(self, unit: UnitSpec, split: SplitSpec, call: UnitCall) -> bool:

@@ -74,7 +74,7 @@ def _units(
     """The units at or below a called module that has parameters."""
     module = model.get_submodule(name)
     kind = block_kind(model, name) if name and name not in refused else None
-    children = [c for c in _called_children(model, trace, name) if len(trace.calls(c)) == 1]
+    children = [c for c in called_children(model, trace, name) if len(trace.calls(c)) == 1]
     whole = kind is not None or is_parametrized(module)  # which computes what the module has
     if whole or not children or not _enterable(model, trace, name, children):
         yield name, kind or kind_of(module)
@@ -83,7 +83,7 @@ def _units(
         yield from _units(model, trace, child, refused)
 
 
-def _called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]:
+def called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]:
     """The nearest modules below that have parameters and are called (lists are not)."""
     for child, module in model.get_submodule(name).named_children():
         full = f"{name}.{child}" if name else child
@@ -92,23 +92,32 @@ def _called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]
         if trace.calls(full):
             yield full
         else:
-            yield from _called_children(model, trace, full)
+            yield from called_children(model, trace, full)
 
 
 def _enterable(model: nn.Module, trace: Trace, name: str, children: list[str]) -> bool:
     """Whether what the module uses besides the parameters of ``children``, those called once, is
     little."""
+    return parameters_of_own_code(model, trace, name, children)[1] <= MOST_OUTSIDE
+
+
+def parameters_of_own_code(
+    model: nn.Module, trace: Trace, name: str, children: list[str]
+) -> tuple[list[str], float]:
+    """The parameters that a module uses outside its ``children`` and that these do not have, and
+    their share of both by bytes."""
     inside = set(children)
     # Its own code may use theirs: an output layer that is tied to an embedding has its weight.
     theirs = {p for child in children for p in model.get_submodule(child).parameters()}
     used = {
-        model.get_parameter(p)
+        model.get_parameter(p): p
         for event in trace.events
         if event.parameters and (not name or name in event.stack) and not inside & set(event.stack)
         for p in event.parameters
     }
-    own = sum(p.nbytes for p in used - theirs)
-    return own <= MOST_OUTSIDE * (own + sum(p.nbytes for p in theirs))
+    own = {p: n for p, n in used.items() if p not in theirs}
+    own_bytes = sum(p.nbytes for p in own)
+    return list(own.values()), own_bytes / max(own_bytes + sum(p.nbytes for p in theirs), 1)
 
 
 def parameters_used_outside(model: nn.Module, trace: Trace, traced: list[TracedUnit]) -> set[int]:

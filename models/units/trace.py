@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.schema.errors import InputError
 from ..compiled import eagerly
+from ..failing import in_module
 from ..replay import preserved
 from ..workload import Batch
 
@@ -203,9 +204,9 @@ def record(model: nn.Module, batch: Batch) -> Trace:
             raise  # a sentence of its own
         except Exception as error:
             raise InputError(
-                f"the model failed on its own batch of {batch.size}: "
-                f"{type(error).__name__}: {error}; mend what it is fed (make_batch, "
-                "example_inputs) or its forward"
+                f"the model failed on its own batch of {batch.size}"
+                f"{in_module(model, error)}: {type(error).__name__}: {error}; mend what it "
+                "is fed (make_batch, example_inputs) or its forward"
             ) from error
     root = next(e for e in recorder.events if e.module == "")
     return Trace(recorder.events, root.given, root.made, batch.size)

@@ -133,7 +133,7 @@ class DeviceTime(Record, frozen=True, kw_only=True):
 class UnitExplanation(Record, frozen=True, kw_only=True):
     """One unit's cost, part by part, for one micro-batch (exchange: for one step), and its best
     alternatives, the quickest first (none where other units take more, of more than 141 units).
-    ``with_it`` are the units tied to it."""
+    ``with_it`` are the units tied to it, ``stays_whole`` is the profile's."""
 
     name: str
     layout: Layout
@@ -151,6 +151,7 @@ class UnitExplanation(Record, frozen=True, kw_only=True):
     update_s: Seconds
     with_it: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
+    stays_whole: str = ""
 
     @property
     def seconds(self) -> float:
@@ -356,6 +357,7 @@ def _unit(done: Evaluation, k: int, alternatives: tuple[Alternative, ...]) -> Un
         update_s=float(chain.update_s[k]),
         with_it=tuple(units[o].name for o in done.model.ties[k] if o != k),
         alternatives=alternatives,
+        stays_whole=units[k].stays_whole,
     )
 
 

@@ -126,6 +126,8 @@ class UnitProfile(Record, frozen=True, kw_only=True):
     ``output_kept`` says whether somebody saves its output for backward (a shortcut's sum does not),
     ``input_kept`` how many bytes of its inputs, for each sample, it alone saves, ``input_saved``
     how many it saves, whoever else does (unknown: all that enters it).
+    ``stays_whole`` says why it is not made of finer units or not divided, and what to change in the
+    model; it is empty where it is as fine as its modules.
     ``fidelity`` is what lossy exchanges keep (none measured: none may be used) and
     ``gradient_energy`` the mean squared L2 norm of the unit's gradient, its weight among the units.
     """
@@ -144,6 +146,7 @@ class UnitProfile(Record, frozen=True, kw_only=True):
     output_kept: bool = True
     input_kept: BytesReal = 0.0
     input_saved: BytesReal | None = None
+    stays_whole: str = ""
     fidelity: tuple[FidelityProfile, ...] = ()
     gradient_energy: BytesReal = 0.0
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import meshwright as mw
+import msgspec
 import pytest
 import torch
+from meshwright.cli.app import run
 from meshwright.executor.apply import apply
 from meshwright.executor.launch.verify import verify_on_ranks
 from meshwright.models.units.discover import discover
@@ -127,3 +132,54 @@ def test_a_unit_that_keeps_a_result_is_not_divided():
     found = discover(nn.Sequential(nn.Linear(6, 6), Within(), nn.Linear(6, 3)), make_batch(4))
     assert not found.unit("1").splits
     assert found.unit("0").splits
+
+
+def sums(rank: int, cache: str) -> list[str]:
+    """What ``auto_parallelize`` and a launch without a script say of sums over samples."""
+    os.environ["MESHWRIGHT_CACHE"] = cache
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="sum")
+
+    model, example = Keeping(), make_batch(4)
+    plan = plan_by_hand(2, (WHOLE,))
+    said = []
+    for given in ({}, {"plan": plan}):
+        with pytest.raises(mw.InputError) as caught:
+            mw.auto_parallelize(model, example_inputs=example, loss=loss, **given)
+        said.append(str(caught.value))
+    with pytest.raises(mw.InputError) as caught:
+        mw.auto_parallelize(mw.Workload("sum", model, make_batch, loss), plan=plan)
+    said.append(str(caught.value))
+    # The same model is as it was, and trains with a mean.
+    mw.auto_parallelize(workload("decay"), plan=plan)
+    return said
+
+
+def test_a_sum_over_samples_is_refused_before_the_first_step(ranks, tmp_path):
+    for said in ranks(2)(sums, str(tmp_path)):
+        assert all("is a sum over samples" in sentence for sentence in said)
+        assert [s.split("'")[1] for s in said] == ["Keeping", "Keeping", "sum"]
+
+
+SUMMING = """
+import torch
+from torch import nn
+from meshwright import Batch, Workload
+
+
+def summing():
+    make = lambda size: Batch((torch.randn(size, 3),), torch.zeros(size, 2))
+    return Workload("s", nn.Linear(3, 2), make, nn.MSELoss(reduction="sum"))
+"""
+
+
+def test_a_launch_refuses_a_sum_in_one_sentence(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SUMMING)
+    plan = msgspec.structs.replace(plan_by_hand(2), target="mine.py:summing")
+    mw.save(plan, "plan.json")
+    assert run(["launch", "plan.json", "--steps", "1"]) == 2
+    told = capfd.readouterr().err
+    assert "'mine.py:summing' is a sum over samples" in told
+    assert "Traceback" not in told

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.launch import verify as verification
+from meshwright.executor.launch.train import run_steps
 from meshwright.executor.launch.verify import LOSS, STATE, Yardstick, deviations, verify_on_ranks
 from meshwright.models.units.discover import discover
 from meshwright.models.zoo import build
@@ -277,6 +278,47 @@ def test_a_loss_that_no_plan_could_train_alike_is_told(ranks):
     found = ranks(2)(verify_sum)[0]
     assert not found.passed
     assert "not the mean of the losses of its parts" in found.cause
+
+
+class Even(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) % 2:
+            raise ValueError(f"{len(x)} is odd")
+        return super().forward(x)
+
+
+def picky() -> mw.Workload:
+    def make_batch(size: int) -> mw.Batch:
+        return mw.Batch((torch.randn(size, 3),), torch.randn(size, 2))
+
+    torch.manual_seed(3)
+    model = nn.Sequential(Even(3, 4), nn.Linear(4, 2))
+    return mw.Workload("even", model, make_batch, nn.functional.mse_loss)
+
+
+def verify_picky(rank: int) -> tuple[verification.Verification, list[str]]:
+    said = []
+    for refused in (
+        lambda: verify_on_ranks(plan_by_hand(2), picky(), batch=2),
+        lambda: run_steps(picky(), goal_of(plan_by_hand(2), 6), 1),
+    ):
+        with pytest.raises(mw.InputError) as caught:
+            refused()
+        said.append(str(caught.value))
+    return verify_on_ranks(plan_by_hand(2), picky(), batch=4), said
+
+
+def goal_of(plan: Plan, batch: int) -> Plan:
+    return msgspec.structs.replace(plan, goal=msgspec.structs.replace(plan.goal, batch=batch))
+
+
+def test_shares_that_a_model_refuses_are_left_out_or_told(ranks):
+    for found, said in ranks(2)(verify_picky):
+        assert found.passed
+        assert found.batches == (4, 4, 4)
+        assert "uneven shares are not compared, as they are refused: " in found.notes[0]
+        assert "batch of 1 in module '0' with ValueError: 1 is odd" in said[0]
+        assert "batch of 3 in module '0' with ValueError: 3 is odd" in said[1]
 
 
 class Restless(nn.Linear):

@@ -17,6 +17,7 @@ ORDER = (
     "planner/explain",
     "planner/multiplex",
     "planner",
+    "models/failing",
     "models/workload",
     "models/compiled",
     "models/meta_autocast",

@@ -3,7 +3,7 @@
 import meshwright as mw
 import pytest
 import torch
-from meshwright.executor.launch.attribution import mixing_cause, restless_module
+from meshwright.executor.launch.attribution import check_mean, mixing_cause, restless_module
 from meshwright.executor.launch.verify import STATE
 from torch import nn
 from torch.nn import functional as F
@@ -129,3 +129,72 @@ def test_a_module_on_samples_in_the_second_dimension_is_no_cause():
 
     torch.manual_seed(0)
     assert cause(workload(Recurrent().double())) == ""
+
+
+def added(extra):
+    """A mean over samples, and what ``extra`` makes of the model."""
+    found = workload(nn.BatchNorm1d(WIDTH))
+    last = found.model[1]
+
+    class Keeping(nn.Module):
+        def forward(self, x):
+            self.kept = torch.dropout(x, 0.5, self.training)
+            return x.relu()
+
+    last.after = Keeping()
+    mean = found.loss
+    return mw.Workload(
+        "added", found.model, make_batch,
+        lambda output, target: mean(output, target) + extra(found.model, last.after.kept),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, target: F.cross_entropy(output, target, reduction="sum"),
+        # Over a number that is no rank's own.
+        lambda output, target: F.cross_entropy(output, target, reduction="sum") / 256,
+        lambda output, target: F.cross_entropy(output, target) + 1e-2 * output.square().sum(),
+    ],
+)
+def test_a_sum_over_samples_is_refused_with_the_remedy(loss):
+    with pytest.raises(mw.InputError, match=r"'test' is a sum over samples.*reduction='mean'"):
+        check_mean(workload(nn.BatchNorm1d(WIDTH), loss))
+
+
+def test_a_sum_of_what_a_module_keeps_is_refused_despite_dropout():
+    with pytest.raises(mw.InputError, match="with losses that modules keep, as a mean"):
+        check_mean(added(lambda model, kept: 1e-2 * kept.square().sum()))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "found",
+    [
+        workload(nn.BatchNorm1d(WIDTH)),
+        workload(Noisy()),
+        added(lambda model, kept: kept.square().mean()),
+        added(lambda model, kept: 0.1 * sum(p.square().sum() for p in model.parameters())),
+    ],
+    ids=["mean", "random", "kept", "weight decay"],
+)
+def test_means_and_weight_decay_are_let_through(found):
+    check_mean(found)
+
+
+def test_a_loss_that_compares_samples_is_told():
+    def contrast(output, target):
+        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+    with pytest.warns(UserWarning, match="each rank compares those of its own share"):
+        check_mean(workload(nn.ReLU(), contrast))
+
+
+def test_a_model_that_takes_other_sizes_only_is_asked_with_those():
+    class Fours(nn.Module):
+        def forward(self, x):
+            return x.view(-1, 4, WIDTH).flatten(0, 1)
+
+    with pytest.raises(mw.InputError, match="for 4 samples"):
+        check_mean(workload(Fours(), lambda output, target: output.sum()))

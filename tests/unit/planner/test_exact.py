@@ -203,7 +203,12 @@ def test_open_buckets_as_rows_are_those_of_the_timeline(message_bytes):
     units = [linear(f"fc{i}", n, n) for i, n in enumerate((32, 64, 32, 48))]
     goal = Goal(batch=16, memory_limit_bytes=20_000)
     made = Problem(
-        chain_profile(units), cluster(4), goal, PLAIN, schedule="barrier", message_bytes=message_bytes
+        chain_profile(units),
+        cluster(4),
+        goal,
+        PLAIN,
+        schedule="barrier",
+        message_bytes=message_bytes,
     ).placed()
     model = next(made.cost_models())
     table, memory = OptionTable(model, made.capability), MemoryModel(model)

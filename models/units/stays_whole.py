@@ -1,0 +1,127 @@
+"""Why a unit is not made of finer ones, or is not divided: what is said of it, with the remedy.
+
+Each reason is half a sentence that follows "unit 'x' stays whole: ". Names in it are seen from the
+unit, so that equal layers have equal reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from .kept import kept_results
+from .select import (
+    TracedUnit,
+    called_children,
+    draws_early,
+    parameters_of_own_code,
+    uses_foreign,
+)
+from .trace import Trace
+
+MIXED = (
+    "what enters it grows with the batch, but in no one dimension that counts the samples: keep "
+    "samples and positions in dimensions of their own"
+)
+ABSENT = "a forward on another number of samples leaves it out: call it in every forward"
+ELSEWHERE = (
+    "its samples are not in one dimension from its first input to its only output that is used: "
+    "return one tensor, with them in the same dimension"
+)
+READS = (
+    "it uses tensors that were made elsewhere and are no arguments of its call: pass them to its "
+    "forward"
+)
+LEFT_OUT = "a forward may leave it out (layer drop): set that rate to 0 to have it divided"
+SHARED = (
+    "its parameters are used outside it too: call the module instead of reading them, or untie them"
+)
+DRAWS = (
+    "it draws random numbers (dropout) before it uses a parameter: draw them in a module before it"
+)
+FOREIGN = "it uses parameters of other modules: let it have its own"
+ALTERED = (
+    "it has hooks, a forward that was replaced, or computed parameters (weight normalisation, "
+    "pruning): put them on after the plan is applied, or remove them"
+)
+COMPUTED = (
+    "its parameters are computed from others (a parametrization): remove it "
+    "(torch.nn.utils.parametrize.remove_parametrizations)"
+)
+KEEPS = "it keeps a result in an attribute, of which a member would have a part: return it instead"
+FEATURES = "its features have no dimension apart from its samples': give them one of their own"
+NOT_SHOWN = (
+    "tried on its own inputs, the parts of it do not compute what the whole does: let its forward "
+    "be that of its class"
+)
+FEWER = "a forward on fewer samples leaves it out, so that no division could be tried"
+
+# Followed by where, and by the error.
+NOT_FOUND = "looking for finer units failed (the model itself runs)"
+
+
+def why_not_finer(model: nn.Module, trace: Trace, unit: TracedUnit) -> str:
+    """Why a unit with parts that have parameters is not entered; empty where it has none, or is
+    one that a recipe knows."""
+    name = unit.modules[0]
+    module = model.get_submodule(name)
+    if next(called_children(model, trace, name), None) is None:
+        return ""
+    if is_parametrized(module):
+        return COMPUTED
+    children = {c: len(trace.calls(c)) for c in called_children(model, trace, name)}
+    once = [child for child, calls in children.items() if calls == 1]
+    own, share = parameters_of_own_code(model, trace, name, once)
+    largest = max(own, key=lambda p: model.get_parameter(p).nbytes, default="")
+    several = {c: calls for c, calls in children.items() if calls > 1}
+    repeated = next((c for c in several if f"{largest}.".startswith(f"{c}.")), None)
+    repeated = repeated or (next(iter(several), None) if not once else None)
+    if repeated is not None:
+        return (
+            f"module {_inside(name, repeated)!r} in it is called {several[repeated]} times in a "
+            "forward: give each call a module of its own"
+        )
+    return (
+        f"its own code uses {share:.0%} of its parameters, {_inside(name, largest)!r} first: put "
+        "these in a module with a forward of its own"
+    )
+
+
+def why_not_plain(
+    model: nn.Module, trace: Trace, unit: TracedUnit, used_outside: set[int], optional: set[str]
+) -> str:
+    """What a unit's modules do that a member of a group could not do with its part; empty where
+    there is nothing. ``used_outside`` are identities of parameters, ``optional`` names of modules
+    that a forward may leave out."""
+    modules = [model.get_submodule(name) for name in unit.modules]
+    below = any(f"{n}.".startswith(f"{o}.") for n in unit.modules for o in optional)
+    asked: Mapping[str, bool] = {
+        LEFT_OUT: below,
+        SHARED: bool(unit.parameters(model) & used_outside),
+        DRAWS: draws_early(trace, unit),
+        FOREIGN: uses_foreign(model, trace, unit),
+        ALTERED: any(altered(m) for m in modules),
+        # A member would keep what it makes of its part, or of a whole group's samples.
+        KEEPS: any(True for m in modules for _ in kept_results(m)),
+    }
+    return next((reason for reason, holds in asked.items() if holds), "")
+
+
+def altered(module: nn.Module) -> bool:
+    """Whether a module or one inside it does more than its class says: a hook of the user's runs
+    with it, its parameters are computed from others (weight normalisation, pruning), or its forward
+    was replaced. Nobody knows what such a module does with a part of its inputs or parameters."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(
+        is_parametrized(inner)
+        or "forward" in vars(inner)
+        or any(getattr(inner, kind) for kind in hooks)
+        for inner in module.modules()
+    )
+
+
+def _inside(outer: str, name: str) -> str:
+    """A name as seen from the module ``outer``."""
+    return name.removeprefix(f"{outer}.") if outer else name

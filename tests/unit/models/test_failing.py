@@ -1,0 +1,88 @@
+"""Models and batches that refuse a size, and where a model fails."""
+
+from __future__ import annotations
+
+import meshwright as mw
+import pytest
+import torch
+from meshwright.models.failing import failing_module, raised_outside
+from meshwright.models.target import try_out
+from meshwright.models.units.trace import record
+from meshwright.profiler.model import profile
+from meshwright.profiler.sessions import _profile_key
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH = 6
+
+
+class Fours(nn.Module):
+    def forward(self, x):
+        if len(x) % 4:
+            raise ValueError(f"{len(x)} is no multiple of 4")
+        return x
+
+
+def make_batch(size: int) -> mw.Batch:
+    return mw.Batch((torch.randn(size, WIDTH),), torch.zeros(size, dtype=torch.long))
+
+
+def make_fours(size: int) -> mw.Batch:
+    Fours()(range(size))
+    return make_batch(size)
+
+
+def loss_of_fours(output, target):
+    return F.cross_entropy(Fours()(output), target)
+
+
+def of(*layers: nn.Module, make=make_batch, loss=F.cross_entropy) -> mw.Workload:
+    return mw.Workload("picky", nn.Sequential(nn.Linear(WIDTH, 8), *layers), make, loss)
+
+
+PICKY = [
+    pytest.param(lambda: of(Fours(), nn.Linear(8, 3)), id="model"),
+    pytest.param(lambda: of(make=make_fours), id="make_batch"),
+    pytest.param(lambda: of(loss=loss_of_fours), id="loss"),
+]
+
+
+@pytest.mark.parametrize("picky", PICKY)
+def test_a_size_that_is_refused_is_not_the_end(picky):
+    assert try_out(picky()) == 4
+    # As planning asks: sizes that may not fit are tried on a few samples before.
+    found = profile(picky(), batches=(4, 8), budget_s=2.0, room_bytes=1e12)
+    assert found.batches == (4, 8)
+
+
+@pytest.mark.parametrize("picky", PICKY)
+def test_an_estimate_counts_sizes_that_the_model_takes(picky):
+    assert mw.profile(picky(), device="a100-sxm-40gb", batches=(4, 8)).units
+
+
+def test_a_profile_is_found_again_whatever_sizes_batches_have():
+    key = _profile_key(of(make=make_fours), None, torch.device("cpu"))
+    assert key == _profile_key(of(make=make_fours), None, torch.device("cpu"))
+
+
+def test_all_sizes_refused_is_told_with_the_first():
+    with pytest.raises(mw.InputError, match=r"batch of 2 in module '1' with.*batches of 2, 4, 8"):
+        try_out(of(nn.Linear(9, 2)))
+    with pytest.raises(mw.InputError, match=r"^make_batch\(2\) of 'picky' failed with KeyError"):
+        try_out(of(make=lambda size: {}[size]))
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(9, 2)))
+
+
+def test_the_innermost_module_is_named():
+    model = deep()
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(2, WIDTH))
+    assert failing_module(model, caught.value) == "0.2"
+    assert failing_module(nn.ReLU(), caught.value) is None
+    assert raised_outside(caught.value, ("meshwright",))
+    assert not raised_outside(caught.value, ("torch.nn",))
+    with pytest.raises(mw.InputError, match=r"own batch of 2 in module '0\.2': RuntimeError"):
+        record(model, make_batch(2))
