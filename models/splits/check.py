@@ -73,7 +73,7 @@ class _ThreadReduce:
         self._barrier.abort()
 
 
-class Members:
+class SplitMembers:
     """A unit divided over ``degree`` members: the part of each, and what it made in the last run.
 
     ``holder``, which has the unit's modules under their names, is copied for each.
@@ -226,7 +226,7 @@ def _is_equivalent(
     """The same in one precision. Raises what the whole unit raises there."""
 
     def shown(call: UnitCall) -> bool:
-        return _Trial(holder, unit, spec, degree).always_agrees(_with_values(call).to(dtype))
+        return _SplitTrial(holder, unit, spec, degree).always_agrees(_with_values(call).to(dtype))
 
     short = _shortened(call, holder)
     if short is not call:
@@ -341,12 +341,12 @@ def _with_values(call: UnitCall) -> UnitCall:
     return call.map(fill)
 
 
-class _Trial:
+class _SplitTrial:
     """A unit and its members, tried on the same calls. Its parameters get gradients."""
 
     def __init__(self, holder: nn.Module, unit: UnitSpec, spec: SplitSpec, degree: int) -> None:
         self._holder, self._unit, self._spec, self._degree = holder, unit, spec, degree
-        self._members: Members | None = None
+        self._members: SplitMembers | None = None
 
     def always_agrees(self, call: UnitCall) -> bool:
         """Whether the members' outputs equal the whole's on the call, on other values and in
@@ -356,7 +356,7 @@ class _Trial:
         # Rounding stays far below, and a wrong formula is far above.
         tolerance = _TOLERANCES[coarsest.bits]
         try:
-            self._members = Members(self._holder, self._unit, self._spec, self._degree)
+            self._members = SplitMembers(self._holder, self._unit, self._spec, self._degree)
         except Exception:  # a look-alike's parts
             return False
         return (

@@ -13,7 +13,7 @@ from meshwright.models.replay import UnitCall, capture
 from meshwright.models.spec import SplitSpec, UnitSpec
 from meshwright.models.splits import apply_split, find_splits, join_parameter
 from meshwright.models.splits.check import (
-    Members,
+    SplitMembers,
     _shortened,
     is_equivalent,
     main_output,
@@ -67,7 +67,7 @@ def compare(
     whole: object = model.get_submodule(modules[0])(*whole_call.args, **whole_call.kwargs)
     for name in modules[1:]:
         whole = model.get_submodule(name)(whole)
-    members = Members(copy.deepcopy(model), unit, spec, degree)
+    members = SplitMembers(copy.deepcopy(model), unit, spec, degree)
     output = members.run(split_call)
     torch.testing.assert_close(output, main_output(whole), rtol=1e-10, atol=1e-11)
     weight = torch.randn_like(output)
