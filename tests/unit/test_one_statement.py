@@ -10,6 +10,7 @@ from meshwright.executor.gradients import buckets, slices, topk
 from meshwright.executor.gradients.buckets import Bucket, GradParam
 from meshwright.executor.redistribution import cache
 from meshwright.executor.redistribution.redistribute import route
+from meshwright.executor.redistribution.shards import Shard
 from meshwright.models.spec import ParameterCut, SplitSpec
 from meshwright.models.splits.recipe import slice_parameter
 from meshwright.models.units import select
@@ -101,7 +102,12 @@ def test_all_sides_share_out_a_parameter_alike(monkeypatch, rows, degree, most):
     split = SplitSpec("column", rows, True, rows, 1, (cut,))
     weight = nn.Parameter(slice_parameter(module[0].weight.detach(), cut, degree, 0))
     group = Group((0,), 0, None, "exchange")
-    param = GradParam("0.weight", weight, group, degree, rows * width, parts=rows)
+    shard = Shard(("0.weight",), cut, degree, group, module[0].weight.shape, (width, 1))
+    held = nn.Linear(1, 1, bias=False)
+    held.weight = weight
+    world = SimpleNamespace(size=degree, gradients={degree: group})
+    run = SimpleNamespace(world=world, plan=SimpleNamespace(units=()), watch=None)
+    (param,) = apply._grad_params(held, run, SimpleNamespace(parameters={weight: shard}))
     spec = SimpleNamespace(modules=("0",))
 
     def sides():
