@@ -51,7 +51,7 @@ COMPUTED = (
     "(torch.nn.utils.parametrize.remove_parametrizations)"
 )
 KEEPS = "it keeps a result in an attribute, of which a member would have a part: return it instead"
-FEATURES = "its features have no dimension apart from its samples': give them one of their own"
+FEATURES = "its features have no dimension apart from its samples: give them one of their own"
 NOT_SHOWN = (
     "tried on its own inputs, the parts of it do not compute what the whole does: let its forward "
     "be that of its class"
