@@ -91,7 +91,7 @@ def test_changing_two_units_at_once(monkeypatch):
 
 def test_the_integer_programs_plan_is_judged_as_it_is_run(monkeypatch):
     """The formula takes slices to be small and knows no interference."""
-    made = replace(problem(26, most=3_000), near=0.005)
+    made = replace(problem(26, most=3_000), tie_tolerance=0.005)
     found = IntegerSolver().solve(made)
     monkeypatch.setattr(IntegerSearch, "_as_run", lambda self, chosen: chosen)
     without = IntegerSolver().solve(made)
@@ -99,7 +99,7 @@ def test_the_integer_programs_plan_is_judged_as_it_is_run(monkeypatch):
 
 
 def test_the_simpler_of_two_plans_that_are_nearly_as_good(monkeypatch):
-    made = replace(problem(2, most=1_000), near=0.05)
+    made = replace(problem(2, most=1_000), tie_tolerance=0.05)
     monkeypatch.setattr(IntegerSearch, "_as_run", lambda self, chosen: chosen)
 
     def policies(plan):
