@@ -58,7 +58,7 @@ def mixing_cause(workload: Workload, batch: Batch, share: Callable[[Tensor, Tens
     model, size = workload.model, batch.size
     cut = size // 2
     parts = batch.slice(0, cut), batch.slice(cut, size)
-    with torch.no_grad(), preserved(model), _fixed_statistics(model):
+    with torch.no_grad(), preserved(model), fixed_statistics(model):
         whole = _loss(workload, batch)
         mean = sum(_loss(workload, part) * (part.size / size) for part in parts)
         assert isinstance(mean, Tensor)
@@ -148,8 +148,8 @@ def _calls(model: nn.Module, batch: Batch) -> list[_Call]:
 
 
 @contextmanager
-def _fixed_statistics(model: nn.Module) -> Iterator[None]:
-    """Batch normalisation by running statistics; ``preserved`` sets the modes back."""
+def fixed_statistics(model: nn.Module) -> Iterator[None]:
+    """Batch normalisation by running statistics; whoever calls sets the modes back."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             module.eval()
