@@ -2,7 +2,7 @@
 
 A plan's ranks draw for their own samples, so its steps never equal those of one process. What must
 be equal is the mean: of the loss, of each parameter's gradient and of each buffer's change, over
-draws. One process and the ranks take ``DRAWS`` steps each, from the same state on the same batch,
+draws. One process and the ranks take as many steps each, from the same state on the same batch,
 every one with other random numbers, and the means are compared by a permutation test.
 
 For each tensor two figures say how far the means are apart, in parts of their standard error: by
@@ -23,6 +23,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from math import isfinite, sqrt
 from statistics import median
 from typing import NamedTuple
@@ -30,7 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DRAWS = 32
+# So many steps are taken, as many as one process takes in so long.
+LEAST_DRAWS, MOST_DRAWS, DRAWING_S = 8, 32, 30.0
 # A right plan is called wrong so often: FALSE_ALARM = (1 + 1) / PERMUTATIONS, see ``_critical``.
 PERMUTATIONS = 2000
 FALSE_ALARM = 0.001
@@ -81,6 +83,11 @@ def sketch(name: str, change: Tensor) -> Tensor:
     flat = torch.where(signs.bool(), flat, -flat)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % KEPT))
     return padded.reshape(-1, KEPT).sum(0)
+
+
+def draws_in(step_s: float) -> int:
+    """How many draws are made of a step that takes so long."""
+    return int(min(max(DRAWING_S / step_s, LEAST_DRAWS), MOST_DRAWS))
 
 
 class Apart(NamedTuple):
@@ -143,12 +150,18 @@ def _pair(ours: Sequence[Draw], theirs: Sequence[Draw], name: str, rounding: flo
     return _Pair(centred @ centred.T, torch.outer(along, along), rounding**2, length)
 
 
+@cache
 def _deals(each: int) -> Tensor:
     """Weights of all draws in the difference of means, a row for each deal of labels."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.cat([torch.full((each,), -1.0), torch.ones(each)]).to(torch.float64)
-    orders = [torch.randperm(2 * each, generator=generator) for _ in range(PERMUTATIONS - 1)]
-    return torch.stack([labels, *(labels[order] for order in orders)]) / each
+    deals = [labels]
+    while len(deals) < PERMUTATIONS:
+        dealt = labels[torch.randperm(2 * each, generator=generator)]
+        # Of eight draws there are few enough deals that the measured one, or its mirror, may come.
+        if abs(float(dealt @ labels)) < 2 * each:
+            deals.append(dealt)
+    return torch.stack(deals) / each
 
 
 def _squares(products: Tensor, deals: Tensor) -> tuple[Tensor, Tensor]:

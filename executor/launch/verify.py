@@ -11,26 +11,25 @@ random numbers in both, then by what it does in the mean (``draws``).
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from math import isfinite
 from typing import Literal, NamedTuple
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...models.compiled import Taken
 from ...models.precision import in_precision
-from ...models.replay import copied, held_buffers, put_back
+from ...models.replay import copied, preserved
 from ...models.units.chance import layer_drop_rates
+from ...models.units.storages import tensors_in
 from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words
-from ...planner.schema.errors import InputError
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record
 from ..apply import apply
@@ -38,29 +37,34 @@ from ..comm.agreement import rank_zero_decides, together
 from ..parallel import full_state_dict
 from .attribution import fixed_statistics, mixing_cause, restless_module
 from .draws import (
-    DRAWS,
     FALSE_ALARM,
     Draw,
     compare_draws,
+    draws_in,
     generators_kept,
     power_in_words,
     seed_all,
-    sketch,
+)
+from .steps import (
+    DRAW_RATE,
+    Progress,
+    check_finite,
+    draws_alone,
+    draws_together,
+    own_state,
+    parameter_names,
+    restored,
+    wide,
 )
 from .train import train_step
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 SEED = 1
-# For steps of which only the gradient is asked: where a value is large beside its gradient, that
-# would be lost in the rounding of the value at a small rate.
-DRAW_RATE = 64.0
 # How much further from one process than that is from itself a plan may be; and up to where that is
 # rounding at all: in parts of what the yardstick allows, and of a value.
 SPREAD, MOST_SPREAD, MOST_RELATIVE = 3.0, 300.0, 0.5
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "own": None}
-
-Progress = Callable[[int, int, str], None]
 
 DtypeName = Literal["float64", "float32", "own"]
 """What parameters and inputs are made into: ``own`` leaves them as the plan's precision has them.
@@ -231,13 +235,14 @@ def verify_on_ranks(
     dtype, notes = computed, [*notes, *note]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     workload.model.to(device=device, dtype=_DTYPES[dtype]).train()
+    together(lambda: _settle(workload.model, batches[0]))
     done, total = len(sizes), 2 * len(sizes)
     alone: _Alone | None = None
 
-    def train_alone() -> tuple[list[str], str]:
+    def train_alone() -> tuple[list[str], str, int]:
         nonlocal alone
         alone = _alone(workload, batches, progress)
-        return alone.notes, alone.random
+        return alone.notes, alone.random, len(alone.draws)
 
     def judge() -> tuple[tuple[Deviation, ...], list[str], str]:
         assert alone is not None
@@ -250,10 +255,10 @@ def verify_on_ranks(
     with generators_kept():
         # On rank 0 alone, whose error or answer all ranks get: elsewhere they would only wait.
         # Before the plan is applied, as that changes the model in place, which the loss may know.
-        coarse, chance = rank_zero_decides(train_alone)
+        coarse, chance, draws = rank_zero_decides(train_alone)
         optimizer = _optimizer(workload.model)
         apply(workload.model, optimizer, plan, timeout_s=timeout_s)
-        start = _own_state(workload.model) if chance else {}
+        start = own_state(workload.model) if chance else {}
         ours = _train_together(
             plan, workload, batches, optimizer, lambda n: progress(done + n, total, "ranks")
         )
@@ -262,9 +267,11 @@ def verify_on_ranks(
         if chance and passed:
             told = f"{chance} is random: compared with equal random numbers in every step"
             amplified = [*amplified, told]
-        draws = DRAWS if chance and not passed else 0
+        draws = 0 if passed else draws
         if draws:
-            drawn = _draw_together(plan, workload, batches[1], optimizer, start, progress)
+            drawn = draws_together(
+                plan, workload, batches[1], optimizer, start, SEED + 1, draws, progress
+            )
             found, amplified, cause = rank_zero_decides(judge_draws)
             passed = all(d.passed for d in found)
     return Verification(
@@ -288,15 +295,17 @@ def _alone(workload: Workload, batches: list[Batch], progress: Progress) -> _Alo
     precision, notes = _precision(model, batches[0], given)
     before = copied(model)
     draws: list[Draw] = []
-    with _restored(model):
+    with restored(model):
         chance = _chance(model, batches[0])
         # Of a random model a part's loss would differ by its draw.
         cause = "" if chance else mixing_cause(workload, batches[0], STATE[precision].share)
+        began = time.perf_counter()
         trained = _train_alone(
             workload, batches, lambda n: progress(n, 2 * len(batches), "one process")
         )
+        step_s = (time.perf_counter() - began) / len(batches)
     if chance:
-        draws = _draws_alone(workload, [batches[1]], SEED, progress)
+        draws = draws_alone(workload, [batches[1]], SEED, draws_in(step_s), progress)
     return _Alone(trained, before, precision, notes, cause, chance, draws)
 
 
@@ -304,19 +313,6 @@ def _chance(model: nn.Module, batch: Batch) -> str:
     """What of the model is random, although dropout is off; empty where two forwards are equal."""
     name = restless_module(model, batch)
     return "" if name is None else f"module {name!r}" if name else "the model"
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Puts parameters and buffers back at the end, and gradients away."""
-    parameters = [(p, p.detach().clone()) for p in model.parameters()]
-    buffers = held_buffers(model)
-    yield
-    with torch.no_grad():
-        for parameter, value in parameters:
-            parameter.copy_(value)
-            parameter.grad = None
-    put_back(buffers)
 
 
 def _judged(
@@ -418,11 +414,22 @@ def _computable(
     batch, model = _draw(workload, [2], asked, device)[0], copied(workload.model)
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            model.to(device=device, dtype=_DTYPES[asked])(*batch.args, **batch.kwargs)
+            made = model.to(device=device, dtype=_DTYPES[asked])(*batch.args, **batch.kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
-        return "float32", [f"the model does not compute in {asked} ({why}): compared in float32"]
-    return asked, []
+    else:
+        # Some write float64's smallest number into a float32 mask: minus infinity, and 0 times it.
+        if not any(bool(t.isnan().any()) for t in tensors_in(made)):
+            return asked, []
+        why = "its outputs are no numbers there"
+    return "float32", [f"the model does not compute in {asked} ({why}): compared in float32"]
+
+
+def _settle(model: nn.Module, batch: Batch) -> None:
+    """One forward on every rank, as some models cast parameters in their first: on rank 0, which
+    trains alone before, they would be of another type than elsewhere."""
+    with torch.no_grad(), preserved(model):
+        model(*batch.args, **batch.kwargs)
 
 
 def _draw(
@@ -467,106 +474,9 @@ def _train_alone(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        _check_finite(losses[-1], f"step {number}")
+        check_finite(losses[-1], f"step {number}")
         progress(number)
     return _Trained(losses, {n: t.detach().clone() for n, t in model.state_dict().items()})
-
-
-def _check_finite(loss: float, where: str) -> None:
-    if not isfinite(loss):
-        raise InputError(
-            f"in one process the loss of {where} is {loss}, so there is nothing to compare with: "
-            "mend the model or what it is fed (make_batch)"
-        )
-
-
-# -- random models ----------------------------------------------------------------------------
-
-
-def _draws_alone(
-    workload: Workload, parts: list[Batch], seed: int, progress: Progress
-) -> list[Draw]:
-    """Steps of one process on the ``parts`` of a batch, each from the model as it is and with other
-    random numbers; the model stays as it is."""
-    model, size = workload.model, sum(part.size for part in parts)
-    before = {name: t.detach().clone() for name, t in model.state_dict().items()}
-    parameters = _parameter_names(model)
-    drawn = []
-    for number in range(DRAWS):
-        seed_all(_seed_of(seed, number))
-        total = 0.0
-        with _restored(model):
-            optimizer = torch.optim.SGD(model.parameters(), lr=DRAW_RATE)
-            for part in parts:
-                loss = workload.loss(model(*part.args, **part.kwargs), part.target)
-                loss = loss * (part.size / size)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += float(loss.detach())
-            _check_finite(total, "a step")
-            optimizer.step()
-            drawn.append(_drawn(total, before, model.state_dict(), parameters))
-        progress(number + 1, DRAWS, "draws of one process")
-    return drawn
-
-
-def _draw_together(
-    plan: Plan,
-    workload: Workload,
-    batch: Batch,
-    optimizer: torch.optim.Optimizer,
-    start: Mapping[str, Tensor],
-    progress: Progress,
-) -> list[Draw]:
-    """As many steps of the plan's ranks, each from ``start``; every rank draws for itself, as in
-    training. On rank 0; empty elsewhere. Collective."""
-    model, rank = workload.model, dist.get_rank()
-    for group in optimizer.param_groups:
-        group["lr"], group["momentum"] = DRAW_RATE, 0.0
-    model.load_state_dict(start)
-    before = {
-        name: t.detach().clone() for name, t in full_state_dict(model, rank0_only=True).items()
-    }
-    parameters = _parameter_names(model)
-    drawn = []
-    for number in range(DRAWS):
-        # Not the numbers of one process either, which would make draws of the two depend.
-        seed_all(_seed_of(SEED + 1 + rank, number))
-        loss = train_step(workload, plan, batch, optimizer)
-        state = full_state_dict(model, rank0_only=True)
-        if rank == 0:
-            drawn.append(_drawn(loss, before, state, parameters))
-        model.load_state_dict(start)
-        progress(number + 1, DRAWS, "draws of the ranks")
-    return drawn
-
-
-def _seed_of(stream: int, number: int) -> int:
-    # As far apart as generators take them: numpy's has 32 bits.
-    return stream * 100_003 + number
-
-
-def _own_state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def _parameter_names(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
-
-
-def _drawn(
-    loss: float, before: Mapping[str, Tensor], after: Mapping[str, Tensor], parameters: set[str]
-) -> Draw:
-    """What a step did, with gradients for parameters."""
-    made = {"loss": torch.tensor([loss], dtype=torch.float64)}
-    for name, tensor in after.items():
-        # In double precision, or the subtraction would round as well.
-        a, b = (t.detach().to("cpu", _wide(t.dtype)) for t in (before[name], tensor))
-        made[name] = sketch(name, (a - b) / (DRAW_RATE if name in parameters else 1.0))
-    return made
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
 
 
 def _judged_draws(
@@ -574,7 +484,7 @@ def _judged_draws(
 ) -> tuple[tuple[Deviation, ...], list[str], str]:
     """How far the ranks' steps are in the mean from one process's, with a note on what could be
     seen, and why no plan could be equal, if none can."""
-    parameters = _parameter_names(alone.before)
+    parameters = parameter_names(alone.before)
     rounding = _rounding(alone, alone.draws, parameters)
     apart = compare_draws(drawn, alone.draws, rounding)
     kinds, by_kind = _kinds(plan), dict[str, list[str]]()
@@ -592,7 +502,7 @@ def _judged_draws(
         for kind, names in by_kind.items()
     )
     told = (
-        f"{alone.random} is random, so means over {DRAWS} steps of other random numbers are "
+        f"{alone.random} is random, so means over {len(drawn)} steps of other random numbers are "
         f"compared: of right plans {FALSE_ALARM:.1%} would differ"
     )
     power = power_in_words(apart)
@@ -608,7 +518,7 @@ def _rounding(alone: _Alone, draws: list[Draw], parameters: set[str]) -> dict[st
     allowed = {"loss": loss.relative * means["loss"] + loss.absolute}
     for name, tensor in alone.before.state_dict().items():
         rate = DRAW_RATE if name in parameters else 1.0
-        value = float(tensor.detach().to(_wide(tensor.dtype)).norm()) / rate
+        value = float(tensor.detach().to(wide(tensor.dtype)).norm()) / rate
         each = state.absolute * tensor.numel() ** 0.5
         allowed[name] = state.relative * (means[name] + value) + each
     return allowed
@@ -621,10 +531,12 @@ def _mixing_in_the_mean(workload: Workload, batch: Batch, alone: _Alone) -> str:
     parts = [batch.slice(0, cut), batch.slice(cut, batch.size)]
     with fixed_statistics(model):
         whole, halves = (
-            _draws_alone(replace(workload, model=model), some, seed, lambda *_: None)
+            draws_alone(
+                replace(workload, model=model), some, seed, len(alone.draws), lambda *_: None
+            )
             for seed, some in ((SEED, [batch]), (SEED + 1, parts))
         )
-    rounding = _rounding(alone, whole, _parameter_names(model))
+    rounding = _rounding(alone, whole, parameter_names(model))
     if all(a.of_allowed <= 1 for a in compare_draws(halves, whole, rounding).values()):
         return ""
     return (

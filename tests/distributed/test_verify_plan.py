@@ -10,6 +10,7 @@ from pathlib import Path
 
 import meshwright as mw
 import msgspec
+import numpy as np
 import pytest
 import torch
 from meshwright.executor.launch import verify as verification
@@ -280,22 +281,86 @@ def test_a_loss_that_no_plan_could_train_alike_is_told(ranks):
 
 
 class Restless(nn.Linear):
+    """Adds one number to the whole batch, as some jitter positions."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + torch.rand(())
 
 
-def verify_restless(rank: int) -> str:
+class Masked(nn.Module):
+    """Leaves out elements of each sample by chance, drawn by numpy."""
+
+    def __init__(self, *, mixing: bool = False) -> None:
+        super().__init__()
+        self.mixing = mixing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.from_numpy(np.random.random(x.shape) > 0.3).to(x.device)
+        x = x * kept
+        return nn.functional.normalize(x, dim=0) if self.mixing else x
+
+
+def random_workload(first: nn.Module) -> mw.Workload:
+    torch.manual_seed(3)
+
     def make_batch(size: int) -> mw.Batch:
-        return mw.Batch((torch.randn(size, 3),), torch.zeros(size, 2))
+        return mw.Batch((torch.randn(size, 6),), torch.randint(3, (size,)))
 
-    workload = mw.Workload("restless", Restless(3, 2), make_batch, nn.functional.mse_loss)
-    with pytest.raises(mw.InputError) as caught:
-        verify_on_ranks(plan_by_hand(2), workload)
-    return str(caught.value)
+    model = nn.Sequential(first, nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+    return mw.Workload("random", model, make_batch, nn.functional.cross_entropy)
 
 
-def test_a_model_that_is_random_cannot_be_verified(ranks):
-    assert all("different outputs for one batch" in said for said in ranks(2)(verify_restless))
+def verify_random(rank: int) -> dict[str, verification.Verification]:
+    def verified(first: nn.Module, **more: object) -> verification.Verification:
+        # A column and a row of one pair, so that masked samples travel; or data parallel.
+        plan = plan_of(random_workload(first), 2, {"1": "column", "3": "row"}, **more)
+        return verify_on_ranks(plan, random_workload(first))
+
+    found = {
+        "of the batch": verified(Restless(6, 6)),
+        "of samples": verified(Masked()),
+        "in micro-batches": verified(Masked(), micro_batches=2),
+        "mixing": verified(Masked(mixing=True)),
+    }
+    apply = verification.apply
+
+    def faulty(model: nn.Module, *args: object, **kwargs: object) -> object:
+        # Summed over the ranks, not averaged.
+        model[1].bias.register_hook(lambda gradient: 2 * gradient)
+        return apply(model, *args, **kwargs)
+
+    verification.apply = faulty
+    try:
+        plan = plan_of(random_workload(Masked()), 2, {})
+        found["summed"] = verify_on_ranks(plan, random_workload(Masked()))
+    finally:
+        verification.apply = apply
+    return found
+
+
+def test_a_model_that_is_random_is_held_to_its_own_spread(ranks):
+    np.random.seed(5)
+    first, second = ranks(2)(verify_random)
+    assert first == second
+    # Every rank can draw what one process draws: equal to rounding.
+    jittered = first["of the batch"]
+    assert (jittered.passed, jittered.draws, len(jittered.batches)) == (True, 0, 3)
+    assert jittered.notes == (
+        "module '0' is random: compared with equal random numbers in every step",
+    )
+    for name in ("of samples", "in micro-batches"):
+        found = first[name]
+        assert found.passed
+        assert (found.random, found.draws) == ("module '0'", 32)
+        assert any("of right plans 0.1% would differ" in note for note in found.notes)
+        assert any("times the mean" in note for note in found.notes)
+    mixed = first["mixing"]
+    assert not mixed.passed
+    assert "computes over the batch as a whole" in mixed.cause
+    summed = first["summed"]
+    assert not summed.passed
+    assert summed.cause == ""
+    assert [d.worst for d in summed.deviations if not d.passed] == ["1.bias"]
 
 
 # -- the command ------------------------------------------------------------------------------
