@@ -322,7 +322,8 @@ def _judged(
     parameters = {n for n, _ in alone.before.named_parameters(remove_duplicate=False)}
     found = _compare(ours, alone.trained, plan, alone.precision, parameters)
     worst, most = max(d.of_allowed for d in found), _most_spread(alone.precision)
-    if worst <= 1 or worst > most or alone.cause:
+    # What a random model differs by from itself is not rounding.
+    if worst <= 1 or worst > most or alone.cause or alone.random:
         return found, []
     spreads = {}
     for how, (model, other) in _other_ways(alone.before, batches, alone.precision).items():
