@@ -13,7 +13,8 @@ of it. ``--jobs`` models are tried at once, as most of the time one rank of two 
 row for each, and last a JSON object with the counts of each verdict:
 
 - ``right``: equal to one process by the yardstick of the precision that the model computes in;
-- ``explained``: not equal, and the verdict says why no plan could be;
+- ``explained``: not equal, and the verdict says why no plan could be, or a model that is random is
+  equal in the mean, within its own spread;
 - ``refused``: one sentence of ours says why this model, or this plan of it, cannot be;
 - ``wrong``: not equal; ``error``: anything else was raised; ``hang``: the limit passed;
 - ``unbuilt``: what is set small in its configuration does not make a model that trains by itself,
@@ -149,9 +150,11 @@ def tried(build: Callable[[], Workload], tell: Callable[[Row], None]) -> None:
 def _verdict(made: Plan, workload: Workload) -> Row:
     found = verify_on_ranks(made, workload, timeout_s=COLLECTIVE_S)
     worst = max(found.deviations, key=lambda d: d.of_allowed)
+    right = found.passed and not found.draws
+    spread = f"equal within its own spread (random: {found.random})"
     return {
-        "verdict": "right" if found.passed else "explained" if found.cause else "wrong",
-        "cause": found.cause,
+        "verdict": "right" if right else "explained" if found.passed or found.cause else "wrong",
+        "cause": spread if found.passed and found.draws else found.cause,
         "of_allowed": worst.of_allowed,
         "worst": "" if found.passed else worst.worst,
         "notes": list(found.notes),

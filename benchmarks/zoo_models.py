@@ -55,6 +55,8 @@ _COUNTS: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "text_vocab_size"), SYMBOLS),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 4 * LENGTH),
     "num_labels": CLASSES,
+    # What is longer pads each text, and torch's softmax has no gradient for rows of padding alone.
+    "attention_window": LENGTH // 2,
     **dict.fromkeys(("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k", "moe_k"), 2),
     **dict.fromkeys(("n_group", "topk_group", "width_coefficient", "depth_coefficient"), 1),

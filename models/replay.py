@@ -19,12 +19,34 @@ from .workload import Batch
 CopiedT = TypeVar("CopiedT", nn.Module, list[nn.Module])
 
 
+HeldBuffer = tuple[nn.Module, str, Tensor, Tensor]
+"""A module, the name of a buffer of it, the buffer, and a copy of its values."""
+
+
+def held_buffers(model: nn.Module) -> list[HeldBuffer]:
+    """All buffers of a model as they are now."""
+    return [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+def put_back(buffers: list[HeldBuffer]) -> None:
+    """Gives buffers the values that they had, also where a forward put another tensor there: some
+    are made anew in the size of the first input."""
+    with torch.no_grad():
+        for module, name, buffer, before in buffers:
+            module._buffers[name] = buffer.copy_(before)
+
+
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
     """Puts buffers (running statistics), gradients, train/eval flags and random states back at the
     end."""
     # Parameters are not copied: a forward and backward do not change them.
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    buffers = held_buffers(model)
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
     for parameter, _ in gradients:
@@ -35,9 +57,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        put_back(buffers)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, mode in modes:

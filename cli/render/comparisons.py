@@ -208,6 +208,8 @@ def verification_table(found: Verification) -> Table:
     """How far each class of tensors is from the single process."""
     sizes = ", ".join(str(b) for b in found.batches)
     title = f"{found.target} on {found.world_size} ranks, {found.dtype}, batches of {sizes}"
+    if found.draws:
+        title += f", means of {found.draws} steps"
     headings = ("", "tensors", "largest difference", "of what is allowed", "")
     rows = [
         (

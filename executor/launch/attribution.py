@@ -224,7 +224,7 @@ def _calls(model: nn.Module, batch: Batch) -> list[_Call]:
 
 @contextmanager
 def fixed_statistics(model: nn.Module) -> Iterator[None]:
-    """Batch normalisation by running statistics; ``preserved`` sets the modes back."""
+    """Batch normalisation by running statistics; whoever calls sets the modes back."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             module.eval()

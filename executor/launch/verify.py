@@ -4,16 +4,17 @@ for it (docs/executor.md).
 Three steps of SGD with momentum on the ranks of the plan, and the same three in one process on the
 whole batch; the second batch is one sample larger, so that shares are uneven. Equality is claimed
 for dropout off and for batch statistics over the whole batch: both are set so here, and the notes
-say where that changed something.
+say where that changed something. A model that is random nevertheless is first compared with equal
+random numbers in both, then by what it does in the mean (``draws``).
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from math import isfinite
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -23,13 +24,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...models.compiled import Taken
 from ...models.precision import in_precision
-from ...models.replay import copied
+from ...models.replay import copied, preserved
 from ...models.target import trial, try_out
 from ...models.units.chance import layer_drop_rates
+from ...models.units.storages import tensors_in
 from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words
-from ...planner.schema.errors import InputError
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record
 from ..apply import apply
@@ -37,6 +38,26 @@ from ..comm.agreement import rank_zero_decides, together
 from ..optimizer.state import optimizer_for
 from ..parallel import full_state_dict
 from .attribution import fixed_statistics, mixing_cause, restless_module
+from .draws import (
+    FALSE_ALARM,
+    Draw,
+    compare_draws,
+    draws_in,
+    generators_kept,
+    power_in_words,
+    seed_all,
+)
+from .steps import (
+    DRAW_RATE,
+    Progress,
+    check_finite,
+    draws_alone,
+    draws_together,
+    own_state,
+    parameter_names,
+    restored,
+    wide,
+)
 from .train import loss_of, train_step
 
 LEARNING_RATE = 0.01
@@ -45,8 +66,6 @@ SEED = 1
 # rounding at all: in parts of what the yardstick allows, and of a value.
 SPREAD, MOST_SPREAD, MOST_RELATIVE = 3.0, 300.0, 0.5
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "own": None}
-
-Progress = Callable[[int, int, str], None]
 
 DtypeName = Literal["float64", "float32", "own"]
 """What parameters and inputs are made into: ``own`` leaves them as the plan's precision has them.
@@ -153,7 +172,9 @@ def _distance(found: Tensor, reference: Tensor, yardstick: Yardstick) -> tuple[f
 
 class Verification(Record, frozen=True, kw_only=True):
     """What was compared over which batches, what was changed for it, and how it came out. ``cause``
-    says where no plan could have passed, as the model or its loss looks at a batch as a whole."""
+    says where no plan could have passed, as the model or its loss looks at a batch as a whole.
+    ``random`` says what of the model is random where means over so many ``draws`` of one step were
+    compared instead of steps; 0 and empty elsewhere."""
 
     target: str
     world_size: Count
@@ -163,6 +184,8 @@ class Verification(Record, frozen=True, kw_only=True):
     deviations: tuple[Deviation, ...]
     passed: bool
     cause: str = ""
+    draws: Count = 0
+    random: str = ""
 
 
 class _Trained(NamedTuple):
@@ -174,13 +197,16 @@ class _Trained(NamedTuple):
 
 class _Alone(NamedTuple):
     """The training in one process: where it ended, the model before it, the precision in which it
-    computes with notes on that, and why no plan could equal it, if none can."""
+    computes with notes on that, and why no plan could equal it, if none can. Of a random model what
+    is random, and its draws."""
 
     trained: _Trained
     before: nn.Module
     precision: torch.dtype
     notes: list[str]
     cause: str
+    random: str
+    draws: list[Draw]
 
 
 def verify_on_ranks(
@@ -210,68 +236,84 @@ def verify_on_ranks(
     dtype, notes = computed, [*notes, *note]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     workload.model.to(device=device, dtype=_DTYPES[dtype]).train()
+    together(lambda: _settle(workload.model, batches[0]))
     done, total = len(sizes), 2 * len(sizes)
     alone: _Alone | None = None
 
-    def train_alone() -> list[str]:
+    def train_alone() -> tuple[list[str], str, int]:
         nonlocal alone
-        alone = _alone(workload, batches, lambda n: progress(n, total, "one process"))
-        return alone.notes
+        alone = _alone(workload, batches, progress)
+        return alone.notes, alone.random, len(alone.draws)
 
     def judge() -> tuple[tuple[Deviation, ...], list[str], str]:
         assert alone is not None
         return *_judged(plan, workload, batches, ours, alone), alone.cause
 
-    # On rank 0 alone, whose error or answer all ranks get: elsewhere they would only wait. Before
-    # the plan is applied, as that changes the model in place, which the loss may know.
-    coarse = rank_zero_decides(train_alone)
-    ours = _train_together(
-        plan, workload, batches, timeout_s, lambda n: progress(done + n, total, "ranks")
-    )
-    found, amplified, cause = rank_zero_decides(judge)
-    passed = all(d.passed for d in found)
+    def judge_draws() -> tuple[tuple[Deviation, ...], list[str], str]:
+        assert alone is not None
+        return _judged_draws(plan, workload, batches[1], drawn, alone)
+
+    with generators_kept():
+        # On rank 0 alone, whose error or answer all ranks get: elsewhere they would only wait.
+        # Before the plan is applied, as that changes the model in place, which the loss may know.
+        coarse, chance, draws = rank_zero_decides(train_alone)
+        optimizer = _optimizer(workload.model)
+        apply(workload.model, optimizer, plan, timeout_s=timeout_s)
+        start = own_state(workload.model) if chance else {}
+        ours = _train_together(
+            plan, workload, batches, optimizer, lambda n: progress(done + n, total, "ranks")
+        )
+        found, amplified, cause = rank_zero_decides(judge)
+        passed = all(d.passed for d in found)
+        if chance and passed:
+            equal = f"{chance} is random: compared with equal random numbers in every step"
+            amplified = [*amplified, equal]
+        draws = 0 if passed else draws
+        if draws:
+            drawn = draws_together(
+                plan, workload, batches[1], optimizer, start, SEED + 1, draws, progress
+            )
+            found, amplified, cause = rank_zero_decides(judge_draws)
+            passed = all(d.passed for d in found)
     return Verification(
         target=plan.target,
         world_size=plan.world_size,
         dtype=dtype,
-        batches=tuple(sizes),
+        batches=(sizes[1],) if draws else tuple(sizes),
         notes=(*notes, *coarse, *amplified),
         deviations=found,
         passed=passed,
         cause="" if passed else cause,
+        draws=draws,
+        random=chance if draws else "",
     )
 
 
-def _alone(workload: Workload, batches: list[Batch], progress: Callable[[int], None]) -> _Alone:
+def _alone(workload: Workload, batches: list[Batch], progress: Progress) -> _Alone:
     """Trains the workload's own model, which its loss may know, and puts it back as it was."""
     model = workload.model
     given = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     precision, notes = _precision(model, batches[0], given)
     before = copied(model)
-    with _restored(model):
-        _check_repeatable(model, batches[0])
-        cause = mixing_cause(workload, batches[0], STATE[precision].share)
-        trained = _train_alone(workload, batches, progress)
-    return _Alone(trained, before, precision, notes, cause)
+    draws: list[Draw] = []
+    with restored(model):
+        chance = _chance(model, batches[0])
+        # Of a random model a part's loss would differ by its draw.
+        cause = "" if chance else mixing_cause(workload, batches[0], STATE[precision].share)
+        began = time.perf_counter()
+        trained = _train_alone(
+            workload, batches, lambda n: progress(n, 2 * len(batches), "one process")
+        )
+        step_s = (time.perf_counter() - began) / len(batches)
+    if chance:
+        draws = draws_alone(workload, [batches[1]], SEED, draws_in(step_s), progress)
+    return _Alone(trained, before, precision, notes, cause, chance, draws)
 
 
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Puts parameters and buffers back at the end, and gradients away."""
-    parameters = [(p, p.detach().clone()) for p in model.parameters()]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    yield
-    with torch.no_grad():
-        for parameter, value in parameters:
-            parameter.copy_(value)
-            parameter.grad = None
-        for module, name, buffer, value in buffers:
-            module._buffers[name] = buffer.copy_(value)  # some put another tensor there
+def _chance(model: nn.Module, batch: Batch) -> str:
+    """What of the model is random, although dropout is off; empty where two forwards are equal."""
+    name = restless_module(model, batch)
+    return "" if name is None else f"module {name!r}" if name else "the model"
 
 
 def _judged(
@@ -281,7 +323,8 @@ def _judged(
     parameters = {n for n, _ in alone.before.named_parameters(remove_duplicate=False)}
     found = _compare(ours, alone.trained, plan, alone.precision, parameters)
     worst, most = max(d.of_allowed for d in found), _most_spread(alone.precision)
-    if worst <= 1 or worst > most or alone.cause:
+    # What a random model differs by from itself is not rounding.
+    if worst <= 1 or worst > most or alone.cause or alone.random:
         return found, []
     spreads = {}
     for how, (model, other) in _other_ways(alone.before, batches, alone.precision).items():
@@ -391,11 +434,22 @@ def _computable(
     batch, model = _draw(workload, [size], asked, device)[0], copied(workload.model)
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            model.to(device=device, dtype=_DTYPES[asked])(*batch.args, **batch.kwargs)
+            made = model.to(device=device, dtype=_DTYPES[asked])(*batch.args, **batch.kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
-        return "float32", [f"the model does not compute in {asked} ({why}): compared in float32"]
-    return asked, []
+    else:
+        # Some write float64's smallest number into a float32 mask: minus infinity, and 0 times it.
+        if not any(bool(t.isnan().any()) for t in tensors_in(made)):
+            return asked, []
+        why = "its outputs are no numbers there"
+    return "float32", [f"the model does not compute in {asked} ({why}): compared in float32"]
+
+
+def _settle(model: nn.Module, batch: Batch) -> None:
+    """One forward on every rank, as some models cast parameters in their first: on rank 0, which
+    trains alone before, they would be of another type than elsewhere."""
+    with torch.no_grad(), preserved(model):
+        model(*batch.args, **batch.kwargs)
 
 
 def _draw(
@@ -416,27 +470,15 @@ def _train_together(
     plan: Plan,
     workload: Workload,
     batches: list[Batch],
-    timeout_s: float | None,
+    optimizer: torch.optim.Optimizer,
     progress: Callable[[int], None],
 ) -> _Trained:
-    optimizer = _optimizer(workload.model)
-    model, _ = apply(workload.model, optimizer, plan, timeout_s=timeout_s)
     losses = []
     for number, batch in enumerate(batches, 1):
+        seed_all(SEED + number)
         losses.append(train_step(workload, plan, batch, optimizer))
         progress(number)
-    return _Trained(losses, full_state_dict(model))
-
-
-def _check_repeatable(model: nn.Module, batch: Batch) -> None:
-    """Two forwards must give the same, or nothing that is compared means anything."""
-    name = restless_module(model, batch)
-    if name is not None:
-        what = f"module {name!r} of the model" if name else "the model"
-        raise InputError(
-            f"{what} gives different outputs for one batch although dropout is off, so no two runs "
-            "of it are equal: switch off what is random in it to verify a plan"
-        )
+    return _Trained(losses, full_state_dict(workload.model))
 
 
 def _train_alone(
@@ -446,18 +488,82 @@ def _train_alone(
     optimizer = _optimizer(model)
     losses = []
     for number, batch in enumerate(batches, 1):
+        seed_all(SEED + number)
         loss = loss_of(workload, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        if not isfinite(losses[-1]):
-            raise InputError(
-                f"in one process the loss of step {number} is {losses[-1]}, so there is nothing to "
-                "compare with: mend the model or what it is fed (make_batch)"
-            )
+        check_finite(losses[-1], f"step {number}")
         progress(number)
     return _Trained(losses, {n: t.detach().clone() for n, t in model.state_dict().items()})
+
+
+def _judged_draws(
+    plan: Plan, workload: Workload, batch: Batch, drawn: list[Draw], alone: _Alone
+) -> tuple[tuple[Deviation, ...], list[str], str]:
+    """How far the ranks' steps are in the mean from one process's, with a note on what could be
+    seen, and why no plan could be equal, if none can."""
+    parameters = parameter_names(alone.before)
+    rounding = _rounding(alone, alone.draws, parameters)
+    apart = compare_draws(drawn, alone.draws, rounding)
+    kinds, by_kind = _kinds(plan), dict[str, list[str]]()
+    for name in apart:
+        kind = kinds(name) if name in parameters else "loss" if name == "loss" else "buffers"
+        by_kind.setdefault(kind, []).append(name)
+    found = tuple(
+        Deviation(
+            what=kind,
+            tensors=len(names),
+            largest=max(apart[name].away for name in names),
+            of_allowed=max(apart[name].of_allowed for name in names),
+            worst=max(names, key=lambda name: apart[name].of_allowed),
+        )
+        for kind, names in by_kind.items()
+    )
+    told = (
+        f"{alone.random} is random, so means over {len(drawn)} steps of other random numbers are "
+        f"compared: of right plans {FALSE_ALARM:.1%} would differ"
+    )
+    power = power_in_words(apart)
+    notes = [told, *([power] if power else [])]
+    passed = all(d.passed for d in found)
+    return found, notes, "" if passed else _mixing_in_the_mean(workload, batch, alone)
+
+
+def _rounding(alone: _Alone, draws: list[Draw], parameters: set[str]) -> dict[str, float]:
+    """What rounding may do to the mean of each tensor of a draw (L2)."""
+    loss, state = LOSS[alone.precision], STATE[alone.precision]
+    means = {n: float(torch.stack([d[n] for d in draws]).mean(0).norm()) for n in draws[0]}
+    allowed = {"loss": loss.relative * means["loss"] + loss.absolute}
+    for name, tensor in alone.before.state_dict().items():
+        rate = DRAW_RATE if name in parameters else 1.0
+        value = float(tensor.detach().to(wide(tensor.dtype)).norm()) / rate
+        each = state.absolute * tensor.numel() ** 0.5
+        allowed[name] = state.relative * (means[name] + value) + each
+    return allowed
+
+
+def _mixing_in_the_mean(workload: Workload, batch: Batch, alone: _Alone) -> str:
+    """As ``mixing_cause``, for a random model: one process on halves of the batch is held to one
+    process on all of it."""
+    model, cut = copied(alone.before), batch.size // 2
+    parts = [batch.slice(0, cut), batch.slice(cut, batch.size)]
+    with fixed_statistics(model):
+        whole, halves = (
+            draws_alone(
+                replace(workload, model=model), some, seed, len(alone.draws), lambda *_: None
+            )
+            for seed, some in ((SEED, [batch]), (SEED + 1, parts))
+        )
+    rounding = _rounding(alone, whole, parameter_names(model))
+    if all(a.of_allowed <= 1 for a in compare_draws(halves, whole, rounding).values()):
+        return ""
+    return (
+        f"the mean over random numbers of a step on {batch.size} samples is not that of steps on "
+        "their parts (the model or its loss computes over the batch as a whole), so no training on "
+        "shares of a batch equals that of the whole"
+    )
 
 
 def _compare(

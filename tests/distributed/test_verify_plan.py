@@ -10,6 +10,7 @@ from pathlib import Path
 
 import meshwright as mw
 import msgspec
+import numpy as np
 import pytest
 import torch
 from meshwright.executor.launch import verify as verification
@@ -245,22 +246,57 @@ class Single(nn.Linear):
         return super().forward(x)
 
 
-def verify_single(rank: int) -> verification.Verification:
+class Unmasked(nn.Linear):
+    """Multiplies zeros by float64's smallest number in float32, like a mask of some models."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.zeros(()) * torch.finfo(x.dtype).min
+
+
+class Casting(nn.Linear):
+    """Makes its parameters single in its first forward, like a router of some models."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.to(torch.float32)
+        return super().forward(x.to(torch.float32)).to(x.dtype)
+
+
+class Growing(nn.Linear):
+    """Makes a buffer anew in the size of its input, like positions of some models."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("positions", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.positions) != x.shape[1]:
+            self.positions = torch.arange(x.shape[1], dtype=x.dtype)
+        return super().forward(x + self.positions)
+
+
+def verify_other_forwards(rank: int) -> list[verification.Verification]:
     def make_batch(size: int) -> mw.Batch:
         return mw.Batch((torch.randn(size, 3),), torch.randn(size, 2))
 
-    torch.manual_seed(3)
-    workload = mw.Workload("single", Single(3, 2), make_batch, nn.functional.mse_loss)
-    return verify_on_ranks(plan_by_hand(2), workload)
+    def verified(cls: type[nn.Linear]) -> verification.Verification:
+        torch.manual_seed(3)
+        workload = mw.Workload("other", cls(3, 2), make_batch, nn.functional.mse_loss)
+        return verify_on_ranks(plan_by_hand(2), workload)
+
+    return [verified(cls) for cls in (Single, Unmasked, Casting, Growing)]
 
 
-def test_a_model_without_double_precision_is_compared_in_single(ranks):
-    found = ranks(2)(verify_single)[0]
-    assert found.passed
-    assert found.dtype == "float32"
-    assert found.notes == (
-        "the model does not compute in float64 (expected Float32, got Double): compared in float32",
-    )
+def test_models_of_their_own_precision_or_size_are_compared(ranks):
+    single, unmasked, casting, growing = ranks(2)(verify_other_forwards)[0]
+    assert all(found.passed for found in (single, unmasked, casting, growing))
+    for found, why in (
+        (single, "expected Float32, got Double"),
+        (unmasked, "its outputs are no numbers there"),
+    ):
+        assert found.dtype == "float32"
+        told = f"the model does not compute in float64 ({why}): compared in float32"
+        assert found.notes == (told,)
+    assert casting.dtype == growing.dtype == "float64"
 
 
 def verify_sum(rank: int) -> verification.Verification:
@@ -322,22 +358,88 @@ def test_shares_that_a_model_refuses_are_left_out_or_told(ranks):
 
 
 class Restless(nn.Linear):
+    """Adds one number to the whole batch, as some jitter positions."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + torch.rand(())
 
 
-def verify_restless(rank: int) -> str:
+class Masked(nn.Module):
+    """Leaves out elements of each sample by chance, drawn by numpy."""
+
+    def __init__(self, *, mixing: bool = False) -> None:
+        super().__init__()
+        self.mixing = mixing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.from_numpy(np.random.random(x.shape) > 0.3).to(x.device)
+        x = x * kept
+        return nn.functional.normalize(x, dim=0) if self.mixing else x
+
+
+def random_workload(first: nn.Module) -> mw.Workload:
+    torch.manual_seed(3)
+
     def make_batch(size: int) -> mw.Batch:
-        return mw.Batch((torch.randn(size, 3),), torch.zeros(size, 2))
+        return mw.Batch((torch.randn(size, 6),), torch.randint(3, (size,)))
 
-    workload = mw.Workload("restless", Restless(3, 2), make_batch, nn.functional.mse_loss)
-    with pytest.raises(mw.InputError) as caught:
-        verify_on_ranks(plan_by_hand(2), workload)
-    return str(caught.value)
+    model = nn.Sequential(first, nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+    return mw.Workload("random", model, make_batch, nn.functional.cross_entropy)
 
 
-def test_a_model_that_is_random_cannot_be_verified(ranks):
-    assert all("different outputs for one batch" in said for said in ranks(2)(verify_restless))
+def verify_random(rank: int) -> dict[str, verification.Verification]:
+    def verified(first: nn.Module, **more: object) -> verification.Verification:
+        # A column and a row of one pair, so that masked samples travel; or data parallel.
+        plan = plan_of(random_workload(first), 2, {"1": "column", "3": "row"}, **more)
+        return verify_on_ranks(plan, random_workload(first))
+
+    found = {
+        "of the batch": verified(Restless(6, 6)),
+        "of samples": verified(Masked()),
+        "in micro-batches": verified(Masked(), micro_batches=2),
+        "mixing": verified(Masked(mixing=True)),
+    }
+    apply, draws_in = verification.apply, verification.draws_in
+    verification.draws_in = lambda step_s: 32  # however busy the machine is
+
+    def faulty(model: nn.Module, *args: object, **kwargs: object) -> object:
+        # Summed over the ranks, not averaged.
+        model[1].bias.register_hook(lambda gradient: 2 * gradient)
+        return apply(model, *args, **kwargs)
+
+    verification.apply = faulty
+    try:
+        plan = plan_of(random_workload(Masked()), 2, {})
+        found["summed"] = verify_on_ranks(plan, random_workload(Masked()))
+    finally:
+        verification.apply, verification.draws_in = apply, draws_in
+    return found
+
+
+def test_a_model_that_is_random_is_held_to_its_own_spread(ranks):
+    np.random.seed(5)
+    first, second = ranks(2)(verify_random)
+    assert first == second
+    # Every rank can draw what one process draws: equal to rounding.
+    jittered = first["of the batch"]
+    assert (jittered.passed, jittered.draws, len(jittered.batches)) == (True, 0, 3)
+    assert jittered.notes == (
+        "module '0' is random: compared with equal random numbers in every step",
+    )
+    for name in ("of samples", "in micro-batches"):
+        found = first[name]
+        assert found.passed
+        assert found.random == "module '0'"
+        assert 8 <= found.draws <= 32
+        assert any("of right plans 0.1% would differ" in note for note in found.notes)
+        assert any("times the mean" in note for note in found.notes)
+    mixed = first["mixing"]
+    assert not mixed.passed
+    assert "computes over the batch as a whole" in mixed.cause
+    summed = first["summed"]
+    assert not summed.passed
+    assert summed.cause == ""
+    assert [d.worst for d in summed.deviations if not d.passed] == ["1.bias"]
 
 
 # -- the command ------------------------------------------------------------------------------

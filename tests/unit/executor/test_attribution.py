@@ -92,6 +92,18 @@ def test_a_model_is_left_as_it_was():
     assert not any(m._forward_hooks for m in found.model.modules())
 
 
+def test_a_buffer_that_a_forward_makes_anew_is_put_back():
+    class Growing(nn.Linear):
+        def forward(self, x):
+            self.positions = torch.arange(x.shape[1], dtype=x.dtype)
+            return super().forward(x + self.positions)
+
+    model = Growing(WIDTH, 3).double()
+    model.register_buffer("positions", torch.zeros(1), persistent=False)
+    restless_module(model, make_batch(5))
+    assert torch.equal(model.positions, torch.zeros(1))
+
+
 def test_the_module_that_draws_is_named():
     assert restless_module(workload(Noisy()).model, make_batch(5)) == "1.after"
     assert restless_module(workload(nn.ReLU()).model, make_batch(5)) is None
