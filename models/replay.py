@@ -24,7 +24,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """Puts buffers (running statistics), gradients, train/eval flags and random states back at the
     end."""
     # Parameters are not copied: a forward and backward do not change them.
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
     for parameter, _ in gradients:
@@ -36,8 +41,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer.copy_(before)  # some put another tensor there
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, mode in modes:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from meshwright.executor.launch import verify as verification
 from meshwright.executor.launch.verify import LOSS, STATE, Yardstick, deviations, verify_on_ranks
+from meshwright.executor.parallel import is_parallel
 from meshwright.models.units.discover import discover
 from meshwright.models.zoo import build
 from meshwright.planner.schema.layout import Layout
@@ -277,6 +278,43 @@ def test_a_loss_that_no_plan_could_train_alike_is_told(ranks):
     found = ranks(2)(verify_sum)[0]
     assert not found.passed
     assert "not the mean of the losses of its parts" in found.cause
+
+
+class Ranged(nn.Linear):
+    """Keeps the mean of what it has made."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = super().forward(x)
+        self.mean = made.detach().mean()
+        return made
+
+
+def verify_ranged(rank: int) -> tuple[verification.Verification, verification.Verification]:
+    def make_batch(size: int) -> mw.Batch:
+        return mw.Batch((torch.randn(size, 3),), torch.randn(size, 2))
+
+    def wrong(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        ours = nn.functional.mse_loss(output, target)
+        return ours * 1.001 if is_parallel(model) else ours
+
+    torch.manual_seed(3)
+    right = mw.Workload("ranged", Ranged(), make_batch, nn.functional.mse_loss)
+    model = Ranged()
+    faulty = mw.Workload("ranged", model, make_batch, wrong)
+    chosen = plan_by_hand(2)
+    return verify_on_ranks(chosen, right), verify_on_ranks(chosen, faulty)
+
+
+def test_a_buffer_that_no_plan_could_leave_alike_is_told_and_hides_nothing_else(ranks):
+    found, faulty = ranks(2)(verify_ranged)[0]
+    assert {d.what for d in found.deviations if not d.passed} == {"buffers"}
+    assert "keeps in buffer 'mean'" in found.cause
+    assert not faulty.passed
+    assert not faulty.cause
 
 
 class Restless(nn.Linear):
