@@ -65,6 +65,7 @@ def divide(model: nn.Module, run: Run) -> ModelShards:
         for unit in subset_units(run.plan):
             ends = BurstUnit(unit, specs.get(unit.name), run.bursts)
             _place_subset_unit(model, run, ends, shards)
+    _refuse_late_users(model, run.plan, shards)
     if run.bursts is not None or keeping:  # only then is anything between units lazy
         inside = [path for unit in run.plan.units for path in unit.modules]
         materialize_for_backward_hooks(model, inside)
@@ -207,10 +208,12 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
         spec = split_of(model, unit)
         cuts.update({c.name: (c.dim, c.blocks, unit.layout.degree) for c in spec.cuts})
     layouts = subset_layouts(model, plan)
-    run = {path for unit in plan.units for path in unit.modules}
     for same in aliases(model).values():
-        used = [name for name in same if not _only_listed(model, name, same, run)]
+        used = [name for name in same if not _only_listed(name, same)]
         uses = {name: (cuts.get(name), layouts.get(name)) for name in used}
+        if not any(layouts.get(name) for name in used):
+            # What runs has them cut, under all of their names.
+            uses = {name: use for name, use in uses.items() if not _never_run(plan, name)}
         if len(set(uses.values())) > 1:
             sentences = ", ".join(f"{name!r} {_use(*use)}" for name, use in uses.items())
             raise InputError(
@@ -219,18 +222,44 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _only_listed(model: nn.Module, name: str, same: list[str], run: set[str]) -> bool:
-    """Whether ``name`` is another name of a parameter that is used under one of ``same`` only.
-    ``run`` are the modules of all units."""
+def _never_run(plan: Plan, name: str) -> bool:
+    """Whether a tensor's ``name`` is in a module that no forward was seen to run (a head that is
+    tied and not used here): one without units, where the plan has all units of the model."""
+    if not any(unit.kind == "input" for unit in plan.units):
+        return False
+
+    def inside(path: str) -> str:
+        return f"{path}." if path else ""
+
+    paths = [inside(path) for unit in plan.units for path in unit.modules]
+    above = inside(name.rpartition(".")[0])
+    return not any(name.startswith(path) or path.startswith(above) for path in paths)
+
+
+def _refuse_late_users(model: nn.Module, plan: Plan, shards: ModelShards) -> None:
+    """A module that was not seen to run and has a divided parameter must not take this rank's part
+    for the whole, if it is called after all."""
+
+    def refuse(_module: nn.Module, _args: Any, *, path: str, name: str) -> None:
+        raise InputError(
+            f"module {path!r} is called, which was not when the model was profiled, and its "
+            f"parameter {name!r} is tied to one that is divided over ranks: profile the model with "
+            "batches for which it is called"
+        )
+
+    for name in shards.by_name:
+        if _never_run(plan, name):
+            path = name.rpartition(".")[0]
+            hook = partial(refuse, path=path, name=name)
+            model.get_submodule(path).register_forward_pre_hook(hook)
+
+
+def _only_listed(name: str, same: list[str]) -> bool:
+    """Whether ``name`` is in a container of a module that has the parameter too."""
     # Some models keep a second name in the container, of what the module inside it uses.
     path = name.split(".")[:-1]
     others = [other.split(".")[:-1] for other in same if other != name]
-    if any(len(other) > len(path) and other[: len(path)] == path for other in others):
-        return True
-    # Others register a layer that is never called, for what it shares with those that are (T5's
-    # ``shared``). What the model's own code reads directly is at a module that has children.
-    inside = any(".".join(path[:n]) in run for n in range(len(path) + 1))
-    return not inside and not any(model.get_submodule(".".join(path)).children())
+    return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 
 def _use(cut: tuple[int, int, int] | None, layout: Layout | None) -> str:

@@ -201,7 +201,8 @@ class _Estimator(NamedTuple):
     def unit(self, unit: UnitSpec) -> UnitProfile:
         whole = self._whole(unit)
         outside = self.found.outside if unit is self.found.units[0] else ()
-        base = unit_profile(self.model, unit, whole, outside)
+        unreached = self.footprints.smallest.unreached
+        base = unit_profile(self.model, unit, whole, outside, unreached)
         shares = [
             share
             for split in unit.splits

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ from .timing import Loss, Timeline
 class Footprint:
     """Bytes by node: feature maps ``saved`` for backward, the largest ``gradient`` of feature maps
     alive at once, the largest ``workspace`` besides; ``new_grad`` and ``never_together`` as in
-    ``ShareProfile``. ``discarded`` are the units whose output nobody saves.
+    ``ShareProfile``. ``discarded`` are the units whose output nobody saves, ``unreached`` the names
+    of parameters that backward computed no gradient of.
     """
 
     saved: dict[str, int] = field(default_factory=dict)
@@ -40,6 +42,7 @@ class Footprint:
     new_grad: dict[str, int] = field(default_factory=dict)
     never_together: dict[str, int] = field(default_factory=dict)
     discarded: set[str] = field(default_factory=set)
+    unreached: set[str] = field(default_factory=set)
 
     @property
     def total(self) -> int:
@@ -172,6 +175,7 @@ class _MemoryWalk:
         self._saved: dict[str, int] = {}
         self._outputs: dict[str, list[weakref.ref[Any]]] = {}
         self._discarded: set[str] = set()
+        self._unreached = {name for name, p in model.named_parameters() if p.requires_grad}
 
     def _see(self, live: LiveStorages) -> None:
         alive = {self._phase: live.now}
@@ -199,15 +203,18 @@ class _MemoryWalk:
                 self._discarded.add(name)
         self._phase = "backward"
 
-        def count(parameter: Tensor) -> None:
+        def count(parameter: Tensor, *, name: str) -> None:
             assert parameter.grad is not None
             self._complete += parameter.grad.untyped_storage().nbytes()
+            self._unreached.discard(name)
 
         # Any: torch has not typed its hooks.
-        trained: list[Any] = [p for p in self.model.parameters() if p.requires_grad]
+        named: list[tuple[str, Any]] = list(self.model.named_parameters())
         with ExitStack() as hooks:
-            for parameter in trained:
-                hooks.callback(parameter.register_post_accumulate_grad_hook(count).remove)
+            for name, parameter in named:
+                if parameter.requires_grad:
+                    hook = partial(count, name=name)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
             value.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -248,7 +255,7 @@ class _MemoryWalk:
 
     def footprint(self) -> Footprint:
         """What the step has shown."""
-        found = Footprint(discarded=self._discarded)
+        found = Footprint(discarded=self._discarded, unreached=self._unreached)
         persistent = self._saved.pop(_PERSISTENT, 0)
         gradients, saved = _gradients_from(self.model, self.units), 0
         for unit in self.units:
@@ -258,6 +265,8 @@ class _MemoryWalk:
             forward = max(self._most["forward"].get(name, 0) - always, 0)
             found.saved[name], found.workspace[name] = self._saved.get(name, 0), forward
             if name not in self._most["backward"]:
+                # No gradient comes to it: what its forward works with is not there in backward.
+                found.never_together[name] = forward
                 continue
             backward = self._most["backward"][name] - always - gradients[name]
             without = self._most["without_complete"][name] - always

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -287,8 +287,11 @@ def _units(
     meter = ShareMeter(model, job.device, job.start + job.budget_s, job.workload.precision, touched)
     # Parameters that no unit has count to the model's beginning, as in the executor.
     outside = {found.units[0].name: found.outside}
+    unreached = set.intersection(*(m.footprint.unreached for m in measured))
     bases = {
-        u.name: unit_profile(model, u, _whole(u, sizes, measured), outside.get(u.name, ()))
+        u.name: unit_profile(
+            model, u, _whole(u, sizes, measured), outside.get(u.name, ()), unreached
+        )
         for u in found.units
     }
     # Should time run short, it was spent where most can be gained: on the most parameters.
@@ -359,16 +362,21 @@ def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) 
 
 
 def unit_profile(
-    model: nn.Module, unit: UnitSpec, whole: ShareProfile, outside: Sequence[str] = ()
+    model: nn.Module,
+    unit: UnitSpec,
+    whole: ShareProfile,
+    outside: Sequence[str] = (),
+    unreached: Collection[str] = (),
 ) -> UnitProfile:
     """A unit with the measurements of its whole. ``outside`` are parameters that no unit has: they
-    are held and exchanged all the same, and counted where the caller says."""
+    are held and exchanged all the same, and counted where the caller says. Of ``unreached`` ones no
+    backward computes a gradient."""
     shared = canonical_names(model)
     names = [n for n in shared if any(n.startswith(f"{m}.") or m == "" for m in unit.modules)]
     parameters = tuple(
         ParameterProfile(
             name=name, shared=shared[name], shape=tuple(p.shape), bytes=p.nbytes,
-            trainable=p.requires_grad,
+            trainable=p.requires_grad, reached=shared[name] not in unreached,
         )
         for name, p in ((name, model.get_parameter(name)) for name in (*names, *outside))
     )  # fmt: skip

@@ -159,6 +159,36 @@ def _is_half(run: Workload) -> bool:
     )
 
 
+def batch_buffers(
+    workload: Workload, batch: Batch, share: Callable[[Tensor, Tensor], float]
+) -> dict[str, str]:
+    """The buffers that a forward in training mode sets by what it finds in the samples there (the
+    range of activations, say), so that a part of the batch leaves others than all of it; each with
+    a sentence. Those of batch normalisation do not count; ``share`` as in ``mixing_cause``."""
+    model, size = workload.model, batch.size
+    # Both halves, as what is largest of all samples is the largest of one of them too.
+    parts = batch.slice(0, size // 2), batch.slice(size // 2, size)
+
+    def left(samples: Batch) -> dict[str, Tensor]:
+        with torch.no_grad(), preserved(model), fixed_statistics(model):
+            torch.manual_seed(0)
+            model(*samples.args, **samples.kwargs)
+            named = model.named_buffers(remove_duplicate=False)
+            return {name: buffer.detach().clone() for name, buffer in named}
+
+    whole, halves = left(batch), [left(part) for part in parts]
+    return {
+        name: (
+            f"module {name.rpartition('.')[0]!r} keeps in buffer {name!r} what it finds in all "
+            "samples of a forward, of which each rank sees its own only, so no training on shares "
+            "of a batch leaves the buffer of the whole; parameters and losses are equal"
+        )
+        for name, buffer in whole.items()
+        if buffer.is_floating_point()
+        and any(share(half[name], buffer) > ROUNDING for half in halves)
+    }
+
+
 def _loss(workload: Workload, batch: Batch) -> Tensor:
     return workload.loss(workload.model(*batch.args, **batch.kwargs), batch.target)
 

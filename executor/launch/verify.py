@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -37,7 +37,7 @@ from ..apply import apply
 from ..comm.agreement import rank_zero_decides, together
 from ..optimizer.state import optimizer_for
 from ..parallel import full_state_dict
-from .attribution import fixed_statistics, mixing_cause, restless_module
+from .attribution import batch_buffers, fixed_statistics, mixing_cause, restless_module
 from .draws import (
     FALSE_ALARM,
     Draw,
@@ -172,9 +172,10 @@ def _distance(found: Tensor, reference: Tensor, yardstick: Yardstick) -> tuple[f
 
 class Verification(Record, frozen=True, kw_only=True):
     """What was compared over which batches, what was changed for it, and how it came out. ``cause``
-    says where no plan could have passed, as the model or its loss looks at a batch as a whole.
-    ``random`` says what of the model is random where means over so many ``draws`` of one step were
-    compared instead of steps; 0 and empty elsewhere."""
+    says where no plan could have passed, as the model or its loss looks at a batch as a whole, or
+    where one process differs from itself as much. ``random`` says what of the model is random where
+    means over so many ``draws`` of one step were compared instead of steps; 0 and empty elsewhere.
+    """
 
     target: str
     world_size: Count
@@ -197,14 +198,15 @@ class _Trained(NamedTuple):
 
 class _Alone(NamedTuple):
     """The training in one process: where it ended, the model before it, the precision in which it
-    computes with notes on that, and why no plan could equal it, if none can. Of a random model what
-    is random, and its draws."""
+    computes with notes on that, why no plan could equal it, if none can, and the buffers that none
+    could, each with why. Of a random model what is random, and its draws."""
 
     trained: _Trained
     before: nn.Module
     precision: torch.dtype
     notes: list[str]
     cause: str
+    kept: dict[str, str]
     random: str
     draws: list[Draw]
 
@@ -247,7 +249,7 @@ def verify_on_ranks(
 
     def judge() -> tuple[tuple[Deviation, ...], list[str], str]:
         assert alone is not None
-        return *_judged(plan, workload, batches, ours, alone), alone.cause
+        return _judged(plan, workload, batches, ours, alone)
 
     def judge_draws() -> tuple[tuple[Deviation, ...], list[str], str]:
         assert alone is not None
@@ -299,7 +301,9 @@ def _alone(workload: Workload, batches: list[Batch], progress: Progress) -> _Alo
     with restored(model):
         chance = _chance(model, batches[0])
         # Of a random model a part's loss would differ by its draw.
-        cause = "" if chance else mixing_cause(workload, batches[0], STATE[precision].share)
+        share = STATE[precision].share
+        cause = "" if chance else mixing_cause(workload, batches[0], share)
+        kept = {} if chance else batch_buffers(workload, batches[0], share)
         began = time.perf_counter()
         trained = _train_alone(
             workload, batches, lambda n: progress(n, 2 * len(batches), "one process")
@@ -307,7 +311,7 @@ def _alone(workload: Workload, batches: list[Batch], progress: Progress) -> _Alo
         step_s = (time.perf_counter() - began) / len(batches)
     if chance:
         draws = draws_alone(workload, [batches[1]], SEED, draws_in(step_s), progress)
-    return _Alone(trained, before, precision, notes, cause, chance, draws)
+    return _Alone(trained, before, precision, notes, cause, kept, chance, draws)
 
 
 def _chance(model: nn.Module, batch: Batch) -> str:
@@ -318,22 +322,34 @@ def _chance(model: nn.Module, batch: Batch) -> str:
 
 def _judged(
     plan: Plan, workload: Workload, batches: list[Batch], ours: _Trained, alone: _Alone
-) -> tuple[tuple[Deviation, ...], list[str]]:
-    """How far the ranks' training is from one process's, with a note on what is allowed."""
+) -> tuple[tuple[Deviation, ...], list[str], str]:
+    """How far the ranks' training is from one process's, with a note on what is allowed, and why no
+    plan could have come nearer, if so."""
     parameters = {n for n, _ in alone.before.named_parameters(remove_duplicate=False)}
-    found = _compare(ours, alone.trained, plan, alone.precision, parameters)
-    worst, most = max(d.of_allowed for d in found), _most_spread(alone.precision)
+
+    def compared(found: _Trained, *, without: Collection[str] = ()) -> tuple[Deviation, ...]:
+        def rest(trained: _Trained) -> _Trained:
+            left = {n: value for n, value in trained.state.items() if n not in without}
+            return trained._replace(state=left)
+
+        return _compare(rest(found), rest(alone.trained), plan, alone.precision, parameters)
+
+    found = compared(ours)
+    worst = max(d.of_allowed for d in found)
     # What a random model differs by from itself is not rounding.
-    if worst <= 1 or worst > most or alone.cause or alone.random:
-        return found, []
+    if worst <= 1 or alone.cause or alone.random:
+        return found, [], alone.cause
+    if alone.kept and all(d.passed for d in compared(ours, without=alone.kept)):
+        return found, [], next(iter(alone.kept.values()))
+    if worst > MOST_RELATIVE / STATE[alone.precision].relative:
+        return found, [], ""
     spreads = {}
     for how, (model, other) in _other_ways(alone.before, batches, alone.precision).items():
         # What cannot be computed so (float64 has not every kernel) tells nothing.
         with suppress(RuntimeError, TypeError, NotImplementedError):
             own = _train_alone(replace(workload, model=model), other, lambda n: None)
-            compared = _compare(own, alone.trained, plan, alone.precision, parameters)
-            spreads[how] = max(d.of_allowed for d in compared)
-    return _within_spread(found, spreads, most)
+            spreads[how] = max(d.of_allowed for d in compared(own))
+    return _within_spread(found, spreads, _most_spread(alone.precision))
 
 
 def _most_spread(precision: torch.dtype) -> float:
@@ -584,21 +600,26 @@ def _compare(
 
 def _within_spread(
     found: tuple[Deviation, ...], spreads: Mapping[str, float], most: float
-) -> tuple[tuple[Deviation, ...], list[str]]:
+) -> tuple[tuple[Deviation, ...], list[str], str]:
     """The deviations in parts of what a model is allowed that amplifies rounding: a few times what
-    one process differs from itself when it only rounds in another way."""
+    one process differs from itself when it only rounds in another way. Where that is more than
+    ``most``, so that a fault could hide in it, nothing is allowed, and a sentence explains what is
+    no further off."""
     how = max(spreads, key=lambda way: spreads[way], default="")
     spread = spreads.get(how, 0.0)
-    if not 1 < SPREAD * spread <= most:
-        return found, []
-    told = [
+    allowed = SPREAD * spread
+    if allowed <= 1:
+        return found, [], ""
+    told = (
         f"the model amplifies rounding: one process that {how} is {spread:.2g} times what is "
-        f"allowed from itself, so a plan may be {SPREAD:g} times that"
-    ]
-    scaled = (
-        msgspec.structs.replace(d, of_allowed=d.of_allowed / (SPREAD * spread)) for d in found
+        "allowed from itself"
     )
-    return tuple(scaled), told
+    if allowed > most:
+        within = all(d.of_allowed <= allowed for d in found)
+        more = ", and the plan no further, so no comparison tells rounding from a fault here"
+        return found, [], told + more if within else ""
+    scaled = (msgspec.structs.replace(d, of_allowed=d.of_allowed / allowed) for d in found)
+    return tuple(scaled), [f"{told}, so a plan may be {SPREAD:g} times that"], ""
 
 
 def _kinds(plan: Plan) -> Callable[[str], str]:

@@ -18,6 +18,7 @@ from ..schema.goal import OPTIMIZERS
 from ..schema.layout import Layout, Style
 from ..schema.options import Option
 from ..schema.plan import AT_ONCE
+from ..schema.profile import ParameterProfile
 from .checkpoint_segments import write_segments
 from .gradient_buffers import (
     comm_buffer_bytes,
@@ -59,7 +60,7 @@ class MemoryModel:
         self._units: dict[tuple[int, Option, int | None], UnitBytes] = {}
         # A unit's many policies in one layout are of the same measured share.
         self._measured: dict[tuple[int, Style, int, int], tuple[float, ...]] = {}
-        self._sizes: dict[tuple[int, Style, int], list[int]] = {}
+        self._sizes: dict[tuple[int, Style, int], list[tuple[ParameterProfile, int]]] = {}
 
     @cached_property
     def overlaps(self) -> tuple[PrefetchOverlap, ...]:
@@ -91,7 +92,11 @@ class MemoryModel:
         gone = saved - resident
         if option.memory == "recompute" and not option.segment:
             resident += self.unsaved_input_bytes(k, option.layout, samples)
-        trained, largest = cost.trained_bytes, max(self._sizes_bytes(k, option), default=0)
+        trained, sizes = cost.trained_bytes, self._sizes_bytes(k, option)
+        largest = max((size for _, size in sizes), default=0)
+        # Where nobody has measured what is new at once. What is not reached is never new: its zeros
+        # are made where they are sent.
+        new = new_grad or max((size for p, size in sizes if p.reached), default=0)
         choice = topk_choice_bytes(self.model, option, largest)
         feedback = feedback_bytes(option, trained, largest, choice)
         if sliced and option.exchange == "topk" and option.feedback in AT_ONCE and never_together:
@@ -126,7 +131,7 @@ class MemoryModel:
                 + (feedback.computed if sliced else feedback.moment)
                 + part.backward_more
                 + sharded,
-                new_grad=((new_grad or largest) if self.makes_new(option.layout) else 0.0) + summed,
+                new_grad=(new if self.makes_new(option.layout) else 0.0) + summed,
                 never_together=never_together,
                 workspace=workspace + gone + part.forward,
                 bucketed=cost.gradient_bytes,
@@ -202,12 +207,14 @@ class MemoryModel:
         # Counted to the units that made it, as if somebody kept it.
         return max(whole - unit.input_kept * samples / degree, 0.0) * share
 
-    def _sizes_bytes(self, k: int, option: Option) -> list[int]:
-        """A member's shards of the unit's parameters that have a gradient."""
+    def _sizes_bytes(self, k: int, option: Option) -> list[tuple[ParameterProfile, int]]:
+        """The unit's parameters that are trained, each with the bytes of a member's shard."""
         key = (k, option.style, option.layout.degree)
         if key not in self._sizes:
             unit, trained = self.model.profile.units[k], self.model.owned[k]
-            self._sizes[key] = [shard_bytes(unit, *key[1:], (p,)) for p in trained if p.trainable]
+            self._sizes[key] = [
+                (p, shard_bytes(unit, *key[1:], (p,))) for p in trained if p.trainable
+            ]
         return self._sizes[key]
 
     def makes_new(self, layout: Layout) -> bool:
@@ -229,7 +236,7 @@ class MemoryModel:
         """Temporaries of the update."""
         if option.exchange == "sharded":
             return 0.0  # less than the copies that were sent, which have gone
-        sizes = self._sizes_bytes(k, option)
+        sizes = [size for _, size in self._sizes_bytes(k, option)]
         optimizer = OPTIMIZERS[self.model.goal.optimizer]
         if self.model.profile.device_type == "cuda":
             copies = float(optimizer.update_copies_together * trained_bytes)

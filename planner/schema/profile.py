@@ -31,13 +31,16 @@ FIXED_KINDS = frozenset({"input", "output", "glue"})
 
 
 class ParameterProfile(Record, frozen=True, kw_only=True):
-    """One parameter. ``shared`` is its canonical name: equal for all names of a tied parameter."""
+    """One parameter. ``shared`` is its canonical name: equal for all names of a tied parameter.
+    ``reached`` says whether a backward computes a gradient of it: of a model for text and images
+    that gets text only, much is never reached."""
 
     name: str
     shared: str
     shape: tuple[Index, ...]
     bytes: Bytes
     trainable: bool = True
+    reached: bool = True
 
 
 class ShareProfile(Record, frozen=True, kw_only=True):

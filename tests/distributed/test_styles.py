@@ -10,10 +10,13 @@ import msgspec
 import pytest
 import torch
 from between import Between, Softmax
+from meshwright.executor.apply import apply
+from meshwright.models.units.discover import discover
 from meshwright.models.workload import Batch
 from meshwright.models.zoo.gpt import MLP, Attention
+from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import UnitPlan
-from plans import SCHEDULES, plan, scheduled, unit
+from plans import SCHEDULES, plan, plan_for, scheduled, unit
 from reference import assert_equal, train_alone, train_together, twin
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -249,6 +252,42 @@ def all_styles(
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
             raise AssertionError(f"{name} under {schedule}: {found}") from error
+
+
+class Spare(nn.Module):
+    """Has a second layer with the first one's weight, which is not called unless it is asked for,
+    as models have heads that are tied to their embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.spare = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 6)
+        self.spare.weight = self.first.weight
+        self.called = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.spare if self.called else self.first
+        return self.last(torch.tanh(layer(x)))
+
+
+def divides_what_is_tied_to_no_use(rank: int) -> None:
+    torch.manual_seed(3)
+    model = Spare().double()
+    data = [Batch((_vectors(6).double(),), torch.randint(3, (6,))) for _ in range(2)]
+    found = discover(model, data[0])
+    for style in ("column", "row"):
+        divided = {"first": (2, style)}
+        chosen = plan_for(found, 2, lambda unit, to=divided: to.get(unit.name, (1, "none")))
+        assert chosen.units[1].style == style
+        expected = train_alone(twin(model), "sgd", data, loss)
+        assert_equal(train_together(rank, twin(model), "sgd", data, loss, chosen, [4, 2]), expected)
+    parallel, _ = apply(model, None, chosen)
+    model.called = True
+    with pytest.raises(InputError, match="module 'spare' is called, which was not when"):
+        parallel(data[0].args[0][:3])
+
+
+def test_a_parameter_whose_other_module_is_not_called_is_divided(ranks):
+    ranks(2)(divides_what_is_tied_to_no_use)
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from meshwright.executor.launch import verify as verification
 from meshwright.executor.launch.train import run_steps
 from meshwright.executor.launch.verify import LOSS, STATE, Yardstick, deviations, verify_on_ranks
+from meshwright.executor.parallel import is_parallel
 from meshwright.models.units.discover import discover
 from meshwright.models.zoo import build
 from meshwright.planner.schema.layout import Layout
@@ -355,6 +356,43 @@ def test_shares_that_a_model_refuses_are_left_out_or_told(ranks):
         assert "uneven shares are not compared, as they are refused: " in found.notes[0]
         assert "batch of 1 in module '0' with ValueError: 1 is odd" in said[0]
         assert "batch of 3 in module '0' with ValueError: 3 is odd" in said[1]
+
+
+class Ranged(nn.Linear):
+    """Keeps the mean of what it has made."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = super().forward(x)
+        self.mean = made.detach().mean()
+        return made
+
+
+def verify_ranged(rank: int) -> tuple[verification.Verification, verification.Verification]:
+    def make_batch(size: int) -> mw.Batch:
+        return mw.Batch((torch.randn(size, 3),), torch.randn(size, 2))
+
+    def wrong(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        ours = nn.functional.mse_loss(output, target)
+        return ours * 1.001 if is_parallel(model) else ours
+
+    torch.manual_seed(3)
+    right = mw.Workload("ranged", Ranged(), make_batch, nn.functional.mse_loss)
+    model = Ranged()
+    faulty = mw.Workload("ranged", model, make_batch, wrong)
+    chosen = plan_by_hand(2)
+    return verify_on_ranks(chosen, right), verify_on_ranks(chosen, faulty)
+
+
+def test_a_buffer_that_no_plan_could_leave_alike_is_told_and_hides_nothing_else(ranks):
+    found, faulty = ranks(2)(verify_ranged)[0]
+    assert {d.what for d in found.deviations if not d.passed} == {"buffers"}
+    assert "keeps in buffer 'mean'" in found.cause
+    assert not faulty.passed
+    assert not faulty.cause
 
 
 class Restless(nn.Linear):

@@ -3,7 +3,12 @@
 import meshwright as mw
 import pytest
 import torch
-from meshwright.executor.launch.attribution import check_mean, mixing_cause, restless_module
+from meshwright.executor.launch.attribution import (
+    batch_buffers,
+    check_mean,
+    mixing_cause,
+    restless_module,
+)
 from meshwright.executor.launch.verify import STATE
 from torch import nn
 from torch.nn import functional as F
@@ -33,6 +38,23 @@ class Centred(nn.Module):
 class Noisy(nn.Module):
     def forward(self, x):
         return x + torch.rand(())
+
+
+class Ranged(nn.Module):
+    """Keeps the largest value it has seen and the least, in a new tensor each time, as quantization
+    does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.zeros(1))
+        self.register_buffer("least", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.most = torch.maximum(self.most, x.detach().max())
+        self.least = torch.minimum(self.least, x.detach().min())
+        self.calls += 1
+        return x
 
 
 def workload(after, loss=F.cross_entropy) -> mw.Workload:
@@ -82,10 +104,24 @@ def test_a_loss_that_is_no_mean_over_samples_is_told(loss):
     assert cause(workload(nn.ReLU(), loss)).startswith("the loss of 5 samples is not the mean")
 
 
-def test_a_model_is_left_as_it_was():
-    found = workload(nn.BatchNorm1d(WIDTH))
+def test_the_buffer_that_keeps_what_it_finds_in_the_samples_is_named():
+    def kept(after):
+        return batch_buffers(workload(after), make_batch(5), STATE[torch.float64].share)
+
+    assert cause(workload(Ranged())) == ""
+    found = kept(Ranged())
+    # The largest is in one half of the samples, the least in the other.
+    assert list(found) == ["1.after.most", "1.after.least"]
+    assert found["1.after.most"].startswith("module '1.after' keeps in buffer '1.after.most'")
+    assert kept(nn.BatchNorm1d(WIDTH)) == {}
+
+
+@pytest.mark.parametrize("after", [nn.BatchNorm1d(WIDTH), Ranged()])
+def test_a_model_is_left_as_it_was(after):
+    found = workload(after)
     before = {name: t.clone() for name, t in found.model.state_dict().items()}
     cause(found)
+    batch_buffers(found, make_batch(5), STATE[torch.float64].share)
     restless_module(found.model, make_batch(5))
     assert all(m.training for m in found.model.modules())
     assert all(torch.equal(t, before[name]) for name, t in found.model.state_dict().items())

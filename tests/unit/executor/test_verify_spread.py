@@ -32,23 +32,34 @@ def deviation(of_allowed: float, what: str = "loss") -> Deviation:
     ],
 )
 def test_a_plan_may_be_a_few_times_further_off_than_one_process_from_itself(found, own, passed):
-    judged, told = _within_spread((deviation(found),), {"rounds so": own}, MOST_SPREAD)
+    judged, told, cause = _within_spread((deviation(found),), {"rounds so": own}, MOST_SPREAD)
     assert judged[0].passed == passed
     assert bool(told) == (1 / 3 < own <= 100)
+    assert bool(cause) == (own > 100)
+
+
+@pytest.mark.parametrize(("found", "explained"), [(2400.0, True), (2600.0, False)])
+def test_what_hides_in_the_rounding_of_a_model_is_not_passed_but_explained(found, explained):
+    far = deviation(found, "parameters")
+    judged, told, cause = _within_spread((deviation(1.3), far), {"rounds so": 850.0}, MOST_SPREAD)
+    assert judged == (deviation(1.3), far)
+    assert not told
+    assert ("one process that rounds so is 8.5e+02 times" in cause) == explained
 
 
 def test_the_way_that_rounds_most_counts():
     spreads = {"rounds so": 0.1, "rounds otherwise": 2.0}
     found = deviation(5.0), deviation(7.0, "parameters")
-    judged, told = _within_spread(found, spreads, MOST_SPREAD)
+    judged, told, _ = _within_spread(found, spreads, MOST_SPREAD)
     assert [d.passed for d in judged] == [True, False]
     assert "rounds otherwise" in told[0]
 
 
 def test_nothing_is_allowed_where_no_other_way_computes():
-    judged, told = _within_spread((deviation(1.3),), {}, MOST_SPREAD)
+    judged, told, cause = _within_spread((deviation(1.3),), {}, MOST_SPREAD)
     assert not judged[0].passed
     assert not told
+    assert not cause
 
 
 def test_half_a_value_is_no_rounding():

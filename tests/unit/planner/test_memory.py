@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
 from meshwright.planner.cost.ownership import group_samples, position_classes
+from meshwright.planner.schema.curve import ZERO
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
@@ -59,6 +60,22 @@ def test_buckets_are_there_before_they_are_full():
     # And the bucket's part that is to come, once there is a first gradient.
     assert backward[1] == [0, 3, 2, 1, 0]
     assert [p.buffers for c in (small, large) for p in c.points if p.phase == "update"] == [0, 0]
+
+
+def test_a_gradient_that_backward_does_not_compute_is_in_its_bucket_only():
+    def last(reached):
+        unit = units(1)[0]
+        whole = msgspec.structs.replace(unit.whole, fresh=ZERO)
+        parameters = (msgspec.structs.replace(unit.parameters[0], reached=reached),)
+        return msgspec.structs.replace(unit, parameters=parameters, shares=(whole,), splits=())
+
+    for reached in (True, False):
+        profile = chain_profile([last(reached)])
+        m = CostModel(profile, cluster(4), Goal(batch=8), message_bytes=1)
+        (found,) = rank_memory(m, m.baseline)
+        backward = [p for p in found.points if p.phase == "backward"]
+        assert max(p.buffers for p in backward) == MIB * reached
+        assert found.points[-1].gradients == MIB  # its zeros are exchanged
 
 
 def test_a_gradient_larger_than_a_bucket_closes_the_one_that_is_open():

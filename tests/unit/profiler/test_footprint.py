@@ -10,21 +10,30 @@ from torch import nn
 
 
 class Shortcut(nn.Module):
-    """Two layers; the sum with the input saves nothing of what it adds."""
+    """Three layers; the sum with the input saves nothing of what it adds. One more is not called,
+    and no gradient comes to another."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.unused = nn.Linear(8, 8)
+        self.stopped = nn.Linear(8, 8, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x + self.first(x)
+        y = x + self.first(x) + self.stopped(x).detach()
         return self.last(self.second(y) * 2)
 
 
-def test_an_output_is_kept_if_somebody_saves_it():
+def test_what_is_saved_and_which_parameters_are_reached():
     model, x = Shortcut(), torch.randn(4, 8)
     units = discover(model, Batch((x,), torch.zeros(4, 8))).units
     found = measure_footprint(
         model, units, Batch((x,), torch.zeros(4, 8)), nn.functional.mse_loss, torch.device("cpu")
     )
-    assert found.discarded == {"first", "second"}  # the loss saves what the last layer gives
+    assert found.unreached == {"unused.weight", "unused.bias", "stopped.weight"}
+    assert found.workspace["stopped"] == found.spared["stopped"] > 0  # no backward comes to it
+    assert found.discarded == {
+        "first",
+        "second",
+        "stopped",
+    }  # the loss saves what the last layer gives
