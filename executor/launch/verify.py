@@ -238,7 +238,7 @@ def verify_on_ranks(
     dtype, notes = computed, [*notes, *note]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     workload.model.to(device=device, dtype=_DTYPES[dtype]).train()
-    together(lambda: _settle(workload.model, batches[0]))
+    together(lambda: _run_once(workload.model, batches[0]))
     done, total = len(sizes), 2 * len(sizes)
     alone: _Alone | None = None
 
@@ -461,7 +461,7 @@ def _computable(
     return "float32", [f"the model does not compute in {asked} ({why}): compared in float32"]
 
 
-def _settle(model: nn.Module, batch: Batch) -> None:
+def _run_once(model: nn.Module, batch: Batch) -> None:
     """One forward on every rank, as some models cast parameters in their first: on rank 0, which
     trains alone before, they would be of another type than elsewhere."""
     with torch.no_grad(), preserved(model):
