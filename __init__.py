@@ -3,8 +3,6 @@
 Public names load when they are first used, so that ``import meshwright.planner`` never loads torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

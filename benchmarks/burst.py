@@ -17,8 +17,6 @@ than that of data parallelism alone. All rates are of the steady state by simula
 With ``--markdown`` the tables are put between that page's marks.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from dataclasses import replace

@@ -9,8 +9,6 @@ Plans are also narrowed: from a plan that keeps the limit, runs of neighbouring 
 another number of devices, as long as that helps by formula. See [Note: What a burst is worth].
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -12,8 +12,6 @@ second over those of data parallel alone (the quicker of DDP and ours); ``peer_r
 parallel's with the same background. The last line is one JSON object: rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -7,8 +7,6 @@ the law (nothing is switched), then let run (two switches a gap). The last line 
 seconds of processor for a word, and for the pacer's answer to one with and without a switch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

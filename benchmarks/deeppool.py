@@ -12,8 +12,6 @@ TABLES is the folder of the published tables (vgg16.json, wide_resnet101_2.json)
 ``--markdown`` the results are put between that page's marks.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import product
 from pathlib import Path

@@ -12,8 +12,6 @@ object: rows. An efficiency (bound / measured) above 1.02 means that the benchma
 fails it.
 """
 
-from __future__ import annotations
-
 import operator
 import sys
 from collections.abc import Iterator

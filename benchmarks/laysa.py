@@ -15,8 +15,6 @@ exchange only and of the collaborative plan with its mirrors on the device and o
 The last line is one JSON object: rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys

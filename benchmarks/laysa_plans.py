@@ -7,8 +7,6 @@ the least predicted step that keeps the limit. The naive combination takes both 
 come: early release everywhere, and residual buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple

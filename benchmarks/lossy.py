@@ -11,8 +11,6 @@ Prints a table, and as the last line one JSON object. With ``--markdown`` the pa
 between its marks.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

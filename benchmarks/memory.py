@@ -13,8 +13,6 @@ whole can be run in pieces. ``--markdown`` puts all of them between that page's 
 starts the ranks on hosts of the test bed with links as slow as that.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ with others seconds count their work too; CPU seconds do not.
     python benchmarks/planner.py 100 64 4194304,16777216     that may choose among slice sizes
 """
 
-from __future__ import annotations
-
 import json
 import random
 import resource

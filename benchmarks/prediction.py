@@ -14,8 +14,6 @@ again; ``--cases`` takes those whose name contains one of the words. ``--ranking
 plans of each of three models and compares their order with the predicted one.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

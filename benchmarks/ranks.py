@@ -4,8 +4,6 @@ A benchmark on a bed is one program. Started by hand it makes the bed and starts
 host with ``--rank``; there ``run`` yields its rows, which rank 0 writes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

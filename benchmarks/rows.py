@@ -1,8 +1,6 @@
 """Rows of a benchmark: printed, kept in a file as they come so that a long benchmark can be run in
 pieces, and put as tables on a page of docs/, between marks so that the words around them stay."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

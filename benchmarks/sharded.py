@@ -8,8 +8,6 @@ parameters too, as FSDP2 does; ``weight_bytes`` are a rank's between steps. ``pr
 planner's simulations with the times measured here. The last line is one JSON object: rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from statistics import median
 from typing import Any

@@ -1,7 +1,5 @@
 """Models in training, one way each, that take turns in the same processes; and compute alone."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

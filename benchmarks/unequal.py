@@ -7,8 +7,6 @@ as measured, and for one in which every link has the hosts' mean. Both plans tra
 a table of steps, predicted and measured (medians), and as the last line one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from statistics import mean, median

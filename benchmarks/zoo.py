@@ -23,8 +23,6 @@ row for each, and last a JSON object with the counts of each verdict:
 With ``--keep`` rows are written to a file as they come, and those that it has are not run again.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -1,8 +1,6 @@
 """Small models of architectures that other packages define, made from their configurations with
 random weights; nothing is downloaded."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress

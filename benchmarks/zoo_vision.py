@@ -1,8 +1,6 @@
 """Image classifiers of timm (the smallest of each family) and of torchvision, with random weights
 and as small images as they take; nothing is downloaded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress

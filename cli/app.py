@@ -1,7 +1,5 @@
 """The ``meshwright`` command: verbs, exit codes, and one sentence for every mistake."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -1,7 +1,5 @@
 """``calibrate``: what a run contradicts is corrected for the next plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The demo: everything on this machine, with a small network on real pictures of digits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``verify``, ``launch`` and ``demo``: a plan held to one process, a plan at work, all of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """``profile``, ``probe`` and ``cluster``: what is measured here, and what is described instead."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated

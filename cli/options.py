@@ -1,7 +1,5 @@
 """The options of the verbs: each with what it takes and its help. Defaults stand with the verb."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Where the results of all verbs go."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

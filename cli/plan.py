@@ -3,8 +3,6 @@
 ``plan`` may show a table instead: over cluster sizes, or the front of step time and device time.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Options that take a number, an amount or a list, and refuse in our words what cannot be."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -11,8 +11,6 @@ To plan it for 64 devices without any of them, or memory for its parameters:
     meshwright explain plan.json --memory --profile llama.json --cluster cluster.json
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

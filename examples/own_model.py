@@ -7,8 +7,6 @@ meshwright verify plan.json
 meshwright launch plan.json
 """
 
-from __future__ import annotations
-
 import torch
 from meshwright import Batch, Workload
 from torch import Tensor, nn

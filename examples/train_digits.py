@@ -8,8 +8,6 @@ Without either it runs in one process. The loop is that of a single process: onl
 ``auto_parallelize`` and each rank's share of the data are new.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import meshwright as mw

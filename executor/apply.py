@@ -1,7 +1,5 @@
 """Applies a plan to a model and its optimizer, in place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
 

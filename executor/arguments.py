@@ -1,7 +1,5 @@
 """What ``auto_parallelize`` is given, checked for its types before anything starts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What this executor runs, as data: plans are made within it, and the rest is refused by name."""
 
-from __future__ import annotations
-
 from ..planner.schema.capability import Capability
 
 # A unit takes all ranks or a part of them that lie together, keeps, recomputes or offloads its

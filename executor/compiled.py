@@ -1,8 +1,6 @@
 """Compiled models under a plan: where graphs end. See [Note: Compiled models] in
 models/compiled.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

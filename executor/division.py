@@ -5,8 +5,6 @@ On ranks that a unit leaves idle its parameters and buffers are empty and its mo
 see [Note: Burst units, idle ranks and the anchor] in redistribution/bursts.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ What a plan needs is the largest point of its timeline (see [Note: The memory ti
 planner/memory/timeline.py).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

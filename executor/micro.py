@@ -1,7 +1,5 @@
 """A batch in micro-batches whose gradients add up to the batch's, and loops that end together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

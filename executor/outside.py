@@ -6,8 +6,6 @@ parameter that is divided over ranks has a part of its values only, which a loss
 the whole: it is refused at the first step.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """What a model gains when a plan is applied to it, and the functions that take such a model."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Iterator

@@ -23,8 +23,6 @@
 #    The first touch of each unit's parameters reads the votes, waits for its gradients and updates
 #    them, or waits for the all-gather of what the peers have updated.
 
-from __future__ import annotations
-
 import atexit
 import time
 import weakref

@@ -8,8 +8,6 @@ For divided parameters the same holds because the share that one backward adds i
 degree first; the average over the G peers is then the average over all G·degree ranks.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

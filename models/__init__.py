@@ -1,7 +1,5 @@
 """What is trained: reference workloads, the units of a model, and how units divide."""
 
-from __future__ import annotations
-
 from typing import Any
 
 __all__ = ["build", "names"]

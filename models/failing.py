@@ -1,7 +1,5 @@
 """Which module of a model an error was raised in."""
 
-from __future__ import annotations
-
 import traceback
 
 from torch import nn

@@ -1,8 +1,6 @@
 """Autocast on torch's meta device, which has none: what is computed there gets the types that it
 has on a GPU, so that bytes and operations can be told without one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

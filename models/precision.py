@@ -1,8 +1,6 @@
 """Makes a workload compute in a precision: its parameters and inputs become of its type, and its
 forward and loss run under autocast."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace

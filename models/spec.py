@@ -1,7 +1,5 @@
 """What is known of a unit before anything is measured: where it is and how it can be divided."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

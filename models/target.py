@@ -1,7 +1,5 @@
 """TARGET: how a user names what is to be trained, and the Workload that it stands for."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -5,8 +5,6 @@ float32, which is what torch's matrix products use unless told otherwise; estima
 what is computed.
 """
 
-from __future__ import annotations
-
 import math
 from difflib import get_close_matches
 from typing import NamedTuple

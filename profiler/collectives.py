@@ -5,8 +5,6 @@ for it, and the median over rounds. Rounds go through all operations and sizes i
 disturbance does not hit one of them alone.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

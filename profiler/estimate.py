@@ -10,8 +10,6 @@ when there is one.
 Where DeepPool published layer times for just that network and device, they replace the roofline.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources

@@ -5,8 +5,6 @@ does in training. Weights stay as they are meanwhile, so successive gradients ar
 training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Literal
 

@@ -5,8 +5,6 @@ one as many before: all interfaces are busy both ways, as under a ring of ranks,
 share one. All ranks of a host send at once.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product

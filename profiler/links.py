@@ -2,8 +2,6 @@
 collectives, how computing and communicating slow each other, and the link between a device and its
 host's memory."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import sys

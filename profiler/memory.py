@@ -3,8 +3,6 @@
 See [Note: Dry runs] below for models that do not fit into this machine.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The ModelProfile of a workload: its units, what they take and hold, and what flows."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

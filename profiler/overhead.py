@@ -11,8 +11,6 @@ wire's own unsteadiness: for bytes only the work between waits is counted, witho
 which wait behind the gradients on the same links. Toys are as large as the links carry quickly.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from math import inf, sqrt

@@ -1,7 +1,5 @@
 """How far a measurement is that goes through several stages, as the share of its time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

@@ -20,8 +20,6 @@ Where the constants are from:
   35% of an H100's.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache

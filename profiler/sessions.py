@@ -5,8 +5,6 @@ modules, parameters and batch), the sizes measured, the device, how many ranks s
 the software; a cluster by its hosts, devices and software. ``refresh`` measures anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import socket

@@ -10,8 +10,6 @@ other bytes as a step touches, at most ``EVICTED_BYTES``, are read and written b
 and each backward; what a neighbour has just made (inputs, gradients of outputs) is left there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``python -m benchmarks.testbed``: a bed that stays until Ctrl-C, and how to enter its hosts."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

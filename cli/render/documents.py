@@ -1,7 +1,5 @@
 """Tables of the documents: a plan's decisions and prediction, a profile's units, a cluster."""
 
-from __future__ import annotations
-
 from itertools import groupby
 
 from rich.table import Table

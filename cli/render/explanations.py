@@ -1,7 +1,5 @@
 """What ``explain`` prints: units and their alternatives, what binds, what more would buy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table

@@ -1,7 +1,5 @@
 """The memory timeline as a table and as a plot."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 

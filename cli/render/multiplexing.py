@@ -1,7 +1,5 @@
 """``multiplex``: plans and background jobs on one cluster, as tables and a plot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plots into files, where matplotlib is there: it is an extra."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Tables of words and figures, all in one form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from rich import box

@@ -1,7 +1,5 @@
 """Which units stay whole, in words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ...planner.explain.why import UnitExplanation

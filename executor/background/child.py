@@ -1,8 +1,6 @@
 """A background job's processes: started at the lowest priority, stopped and continued as a whole,
 and ended without a remainder."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

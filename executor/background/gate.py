@@ -4,8 +4,6 @@
 # rank waits, and is expected to go on waiting), the upper half on all other times, in which the
 # background gets what its lowest priority leaves it. Shares between are pieces of a short period.
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A background job as the launcher holds it: its pacer's process, and the words between them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

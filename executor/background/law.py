@@ -21,8 +21,6 @@ No processes, no clocks: told what a step took and whether the background ran in
 # runs goes on undisturbed, so it takes at most limit + 1 times its undisturbed time. One that takes
 # much longer contains something else (an evaluation, a checkpoint) and is not counted.
 
-from __future__ import annotations
-
 from collections import deque
 from statistics import median
 from typing import NamedTuple

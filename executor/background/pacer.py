@@ -7,8 +7,6 @@ until one of these, the job's end or the end of a piece wakes it. When stdin clo
 gone, and the job is told to end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """What the launcher asks of a background job, and what it hears of it."""
 
-from __future__ import annotations
-
 import enum
 import struct
 from collections.abc import Iterator, Mapping

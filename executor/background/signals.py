@@ -1,7 +1,5 @@
 """A rank of the foreground tells the pacer of its host when it waits, and what its steps take."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Rank 0 decides and all ranks know: one process works, the others get its answer or its error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

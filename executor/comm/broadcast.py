@@ -1,7 +1,5 @@
 """Rank 0's tensors to all ranks, several in one message."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

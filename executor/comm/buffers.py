@@ -6,8 +6,6 @@
 # any more. So the library gets tensors of its own, and their memory is taken away again: what is
 # alive at a moment does not depend on when a thread gets its turn.
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import Tensor

@@ -8,8 +8,6 @@
 # Where a collective has completed, all ranks' names for it are there, and are compared before its
 # result is used.
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import deque

@@ -4,8 +4,6 @@ A header tells every rank how many samples each rank feeds in this forward, and 
 that they are not in the same forward, before anything goes wrong in silence.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

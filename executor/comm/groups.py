@@ -4,8 +4,6 @@
 # group: two threads that issue on one gloo group gave wrong sums without any error, and on one
 # group nothing can overtake.
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager

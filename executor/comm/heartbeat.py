@@ -7,8 +7,6 @@
 # minutes after one of 3 s). So reads have a connection and a thread of their own, which are left
 # behind where they do not come back.
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

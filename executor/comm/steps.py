@@ -1,7 +1,5 @@
 """What an optimizer holds, and being told of the end of its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any

@@ -4,8 +4,6 @@ Each rank posts its place to the key-value store of the process group: a rank th
 cannot answer, but its last post can.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import time

@@ -5,8 +5,6 @@
 # was done. So the end waits for the threads that were started here, whoever still knows of them,
 # and for collectives whose model is gone. Not for long: peers may be gone too.
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

@@ -4,8 +4,6 @@
 # order in which backward finishes them) and leave in one order on every rank, as a collective
 # library demands. Each is a flat tensor; gradients are views of it, so nothing is copied back.
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

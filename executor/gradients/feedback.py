@@ -23,8 +23,6 @@
 #
 # planner/memory/gradient_buffers.py says what each place takes in bytes.
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

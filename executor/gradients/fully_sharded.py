@@ -6,8 +6,6 @@ nothing: the chunks are put together before the unit's forward and again before 
 [Note: Unshard and reshard] in unshard.py and [Note: Resharded parameters] in reshard.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future
 

@@ -13,8 +13,6 @@
 # A mirror takes the whole local update at once, so weight decay and the rate come before the choice
 # for it, without momentum too.
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 See [Note: The order of slices] in planner/simulate/slicing.py.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

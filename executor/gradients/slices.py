@@ -1,7 +1,5 @@
 """Gradients on their way, in slices: what is sent, and what has come back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 

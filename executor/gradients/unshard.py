@@ -12,8 +12,6 @@ them until the next unit's turn."""
 # complete, or when that backward is over. All ranks must unshard the units in one order, as each
 # time is collective; votes at the end of backward compare ``order_digest``.
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

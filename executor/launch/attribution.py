@@ -2,8 +2,6 @@
 gives other answers for the same inputs, what looks at the batch as a whole, and what adds up over
 samples."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -16,8 +16,6 @@ Group Invariance Assumption, JASA 1990): where a draw is of a batch, each rank m
 does not spread at all is allowed what rounding may do.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import zlib

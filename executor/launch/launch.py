@@ -1,8 +1,6 @@
 """Running a plan: its own workload or a user's script, here or on one of several hosts; and a plan
 that would have fitted, after a run that lacked memory."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Where words for people go while work is going on: the console, and a bar on stderr."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

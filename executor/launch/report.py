@@ -5,8 +5,6 @@ figures and leaves them in the launcher's folder when it ends, because a collect
 could wait for a rank that has gone.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import statistics

@@ -3,8 +3,6 @@
 The process group comes from torchrun's environment, or has this process alone.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,8 +1,6 @@
 """Single steps of a random model, in one process and on the ranks of a plan: what each does to
 every tensor, from the same state and with other random numbers (``draws`` compares them)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite

@@ -1,7 +1,5 @@
 """Training steps of a workload under a plan, and what they were measured to take."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ say where that changed something. A model that is random nevertheless is first c
 random numbers in both, then by what it does in the mean (``draws``).
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping

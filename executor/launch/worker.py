@@ -5,8 +5,6 @@
 where the program fails, FOLDER gets one sentence that says why, which the launcher shows.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import json

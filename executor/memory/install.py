@@ -1,7 +1,5 @@
 """Gives each unit the memory policy that its plan says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import groupby
 

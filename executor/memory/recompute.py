@@ -8,8 +8,6 @@ with the forward that its collectives belong to; it leaves all of these as they 
 and, where units are divided, its collectives are the first one's in the same order.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

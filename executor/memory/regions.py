@@ -4,8 +4,6 @@ What autograd saves in between goes to the policy, which gives it back when back
 Regions lie inside the ends of a divided unit: what enters one is in the form that the unit needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol

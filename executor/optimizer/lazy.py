@@ -21,8 +21,6 @@ each unit's parameters are updated when they are needed."""
 # holds that unit's parameters and shares its state. An optimizer that cannot work like that steps
 # as ever, and so waits for all gradients.
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence

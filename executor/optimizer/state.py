@@ -4,8 +4,6 @@ The optimizer stays the same object with the same ``Parameter`` objects in its g
 that hold it stay valid.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -4,8 +4,6 @@ Only divided units (``Boundary``) and units that take a part of the ranks (``Bur
 hooks. All other code sees each rank's own samples and needs none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

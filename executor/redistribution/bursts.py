@@ -25,8 +25,6 @@ straight to where it is needed. Ranks that a move gives nothing to do not wait f
 #   ``prefetch``: an earlier forward has told which units need a tensor). As backward does the same
 #   in reverse, a rank gets to its own branch before it waits for the gradients of the others.
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ What is the same redistribution is said in planner/cost/redistribution.py (see
 [Note: Shared redistributions] there); here stands what has moved in the forward that runs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field

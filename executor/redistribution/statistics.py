@@ -5,8 +5,6 @@ Golub & LeVeque, 1983), in double precision about a common point, in one all-red
 torch's own ``SyncBatchNorm`` does this on accelerators only.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways to divide a unit's parameters over the members of a group: single layers and blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

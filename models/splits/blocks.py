@@ -17,8 +17,6 @@ That a module that looks so works so is checked numerically (see [Note: Splits a
 models/splits/check.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import gcd
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Recipes recognise modules by their looks, and looks can deceive. So a split is t
 own recorded inputs, forward and backward, before it is offered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ block that looks so works so is checked numerically (see [Note: Splits are prove
 models/splits/check.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple

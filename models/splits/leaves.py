@@ -17,8 +17,6 @@ Convolutions are divided by output channels (column) or input channels (row), on
 normalisation that follows is cut along with the output channels, which it treats one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -15,8 +15,6 @@ The conventions that all recipes keep, for a member of a group:
 - A member whose slice is empty makes the same calls and the same graph as the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -2,8 +2,6 @@
 sizes or by running the model on a part of the samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace

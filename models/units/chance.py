@@ -7,8 +7,6 @@ Layers in a list below such a rate are not divided: each rank draws for itself, 
 group would wait for one that has left the layer out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Results of a forward that modules keep as attributes: a loss of a layer's own, say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn

@@ -6,8 +6,6 @@ first to the exit of the last is made again by calling them again. Its pieces ar
 modules that contain some; modules inside a unit are the unit's own.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -7,8 +7,6 @@ in it that are called exactly once have most of its parameters: the few that its
 then belong to no unit. Attention, MLPs and mixtures of experts with a known recipe stay whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain

@@ -4,8 +4,6 @@ Each reason is half a sentence that follows "unit 'x' stays whole: ". Names in i
 unit, so that equal layers have equal reasons.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import nn

@@ -5,8 +5,6 @@ Hooks and a torch function mode see everything that Python does, in any model; n
 symbolically. Tensors are told apart by identity, so all of them are kept alive while recording.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

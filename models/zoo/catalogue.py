@@ -1,7 +1,5 @@
 """The names of the reference workloads, and what each name builds."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from difflib import get_close_matches

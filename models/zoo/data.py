@@ -1,8 +1,6 @@
 """What reference workloads are trained on: random samples to measure with, scikit-learn's digits
 and the text that every Python ships to train on; and how classifications are scored."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Without dropout, as is now usual for pretraining. Module names are those of the published weights.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ They are made from configurations with random weights: nothing is downloaded. Un
 workloads they return a structure with the logits inside, and drop out as their authors set it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -9,8 +9,6 @@ comes after the decoder's LSTM; what was attended to is not fed back into it. Wi
 the whole decoder is then one call of ``nn.LSTM``.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -8,8 +8,6 @@ the 3 × 3 convolution, as torchvision and NVIDIA have it; every use of an activ
 module, so that each module is called once per forward and can be one unit.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Literal
 

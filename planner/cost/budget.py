@@ -5,8 +5,6 @@ its time, less those that a burst leaves idle while its units compute. All of it
 units, given the seconds of the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..schema.layout import Layout

@@ -20,8 +20,6 @@ bandwidth of their level; other rings read them at the size that takes as long t
 Time never rises with bandwidth and never falls with bytes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise

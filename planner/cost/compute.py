@@ -1,7 +1,5 @@
 """What one member of a group holds and does: shares of the batch and of a unit's measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from math import ceil

@@ -1,7 +1,5 @@
 """What the exchange of gradients costs under each policy, in buckets or in slices."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from math import ceil, inf, prod
 from typing import NamedTuple

@@ -7,8 +7,6 @@ Samples are numbered over the whole batch in the order of positions: position 0 
 one dimension of the tensor (output features of a linear unit, channels of a convolution).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple

@@ -9,8 +9,6 @@ they search is not in the abstract, what stands here is ours. Exact where there 
 hosts stay together and the best of several orders is improved by swaps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations, groupby, permutations, zip_longest
 from math import factorial

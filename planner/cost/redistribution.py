@@ -11,8 +11,6 @@ was copied to several members comes back from each and is summed), so its busies
 much as forward's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from math import lcm
 from typing import NamedTuple

@@ -12,8 +12,6 @@ new parameters are needed, outside them. Blocking communication takes a wire bef
 The derivations stand in docs/planner.md.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A profile's units and edges by their numbers, and who owns and shares which parameters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property

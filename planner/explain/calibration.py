@@ -12,8 +12,6 @@ three are searched in turns, because computing hides communication and both may 
 Latencies, overheads, interference and memory stay: one step does not tell them apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Two plans side by side, as data for whoever prints it."""
 
-from __future__ import annotations
-
 import msgspec
 
 from ..schema.goal import Pin

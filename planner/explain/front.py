@@ -5,8 +5,6 @@ device-seconds is lowered in equal ratios, and the fastest plan within each is s
 constraint method). Points that another beats in both are dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar

@@ -1,8 +1,6 @@
 """A plan's memory timeline as figures for people and machines: which bytes are alive, of which
 class, at which unit and point of the step."""
 
-from __future__ import annotations
-
 from ..cost.cost import CostModel
 from ..memory.timeline import moment_of
 from ..schema.cluster import Cluster

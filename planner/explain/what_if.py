@@ -4,8 +4,6 @@ Each question changes one thing of the cluster or the goal and asks the solver a
 decisions may change with it; nothing is extrapolated.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -8,8 +8,6 @@ Device-seconds are told beside what one device would take by itself; their ratio
 amplification (Park et al., arXiv 2112.10065).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 

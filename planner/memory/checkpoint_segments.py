@@ -13,8 +13,6 @@ of all its units are made, one after the other, while the gradients of its outpu
 backward goes down through it, and what a unit made is gone when its own backward is over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -26,8 +26,6 @@ Gradients of ``dropped`` are kept in their own memory: what is kept of a paramet
 gradient when that is sent, so that there is one of the two at any time.
 """
 
-from __future__ import annotations
-
 from math import ceil
 from typing import NamedTuple
 

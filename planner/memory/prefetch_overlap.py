@@ -20,8 +20,6 @@ its own decision, so the points of the timeline stay sums over units: a point ge
 field of each unit that overlaps it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import ceil
 from typing import Literal, NamedTuple

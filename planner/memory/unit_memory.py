@@ -3,8 +3,6 @@
 ``timeline`` says what is alive when; here are the bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise

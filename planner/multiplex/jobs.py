@@ -9,8 +9,6 @@ A background is another training that needs one device and no network. It has th
 serves it best among those measured, as far as it fits in the memory that foregrounds leave.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Annotated, NamedTuple
 

@@ -7,8 +7,6 @@ waits. ``bounded_ratio`` is the foregrounds' speed over data parallelism's (mean
 the mean over devices of the share of its speed alone that the background keeps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

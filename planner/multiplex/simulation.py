@@ -8,8 +8,6 @@ back ``switch_s`` after the gap begins, then runs pieces one after another, each
 own time, slower while the foreground communicates; it starts none that would not end in the gap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from math import floor
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Documents kept on disk: what was measured, and what plans were made from, by fingerprint."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """What an executor can run, as data: the planner plans only that unless asked for more."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 from .layout import Layout, Style

@@ -1,7 +1,5 @@
 """Cluster: nodes, devices and what their links were measured to do."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from .curve import Curve

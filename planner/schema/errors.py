@@ -3,8 +3,6 @@
 The command line turns them into an exit code; Python callers catch them by type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

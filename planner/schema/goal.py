@@ -1,7 +1,5 @@
 """Goal: what the user asks of a plan."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, get_args

@@ -11,8 +11,6 @@ layer takes or holds. What is assumed for the rest, and marked by the profile's 
   output.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Layouts and the lattice of them: how a unit's batch and parameters are divided."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Literal

@@ -1,7 +1,5 @@
 """What can be decided of a unit, and which decisions go together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple

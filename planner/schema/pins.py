@@ -6,8 +6,6 @@ Written:            ``UNIT=WHAT`` with a unit's name or a pattern (``*``, ``?``,
     forbid all      ``4x2``  ``row``, or a policy: ``recompute``  ``offload``  ``sharded`` …
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher

@@ -1,7 +1,5 @@
 """Plan: the only thing that passes from planner to executor."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from .goal import Goal

@@ -1,7 +1,5 @@
 """Precision: the types in which a model's numbers are held and computed."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, get_args
 
 from .errors import InputError

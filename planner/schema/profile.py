@@ -1,7 +1,5 @@
 """ModelProfile: what was measured of a model, as units and the edges between them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from .curve import ZERO, Curve

@@ -1,7 +1,5 @@
 """What all records share: immutable, typed, validated, and the same bytes in and out of JSON."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

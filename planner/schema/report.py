@@ -1,7 +1,5 @@
 """RunReport: what a run was predicted to take, beside what it took."""
 
-from __future__ import annotations
-
 from .goal import BACKGROUND_LIMIT
 from .plan import Prediction
 from .record import Bytes, Count, Index, Record, Seconds, Share, Slowdown

@@ -1,7 +1,5 @@
 """Durations, sizes and rates as people read them."""
 
-from __future__ import annotations
-
 
 def seconds(value: float) -> str:
     """A duration in the unit in which it reads best."""

@@ -8,8 +8,6 @@ the longest way through all of this: the critical path. Where all units run on a
 one class, and this is ``simulate``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ leave in slices, the unit that forward needs first goes first; each unit's next 
 its own slices and update only (P3, Jayarajan et al., arXiv 1905.03960).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil
 from typing import Any, NamedTuple

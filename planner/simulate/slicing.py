@@ -22,8 +22,6 @@ units and no tensors, only sizes, and what may travel together.
 # ranks, hence sizes are members' shares of the undivided size (``shared_bytes``), also where this
 # rank has less of a parameter, or nothing.
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from heapq import heappop, heappush
 from math import ceil

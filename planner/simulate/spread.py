@@ -8,8 +8,6 @@ eight. So the slowest rank is what is simulated, computing so much longer, and w
 is what the others wait: in the redistribution that follows, or at the end for their gradients.
 """
 
-from __future__ import annotations
-
 from math import hypot
 from statistics import NormalDist
 from typing import NamedTuple

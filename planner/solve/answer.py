@@ -13,8 +13,6 @@ the two, and why (anything else is a bug, and raises):
   is the simulation's alone.
 """
 
-from __future__ import annotations
-
 from math import ceil
 from typing import Literal, NamedTuple
 

@@ -5,8 +5,6 @@ saved, no exchange is chosen where there is none, and an exchange is sharded onl
 optimizer state or an update to divide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from ..cost.budget import energy_budget, lost_energy, within_unit_limit

@@ -5,8 +5,6 @@ never rises with a bandwidth: compute does not depend on it, blocking communicat
 only get shorter, and no message is sent earlier for being longer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple

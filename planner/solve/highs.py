@@ -4,8 +4,6 @@ Of PuLP's programs it says what was found and what was proved. The outcome is re
 ``sol_status``: its ``status`` says "Optimal" of a solver that ran out of time.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

@@ -10,8 +10,6 @@ Edges depend on the states at both ends only. Edges that carry as much between u
 states share one table, and so do the exchanges of units with the same parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """From what a user has and wants to a problem for a solver: what ``plan`` and its tables ask."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 

@@ -5,8 +5,6 @@ said only of what was proved. Solvers register under a name; ``auto`` takes the 
 ``PREFERENCE`` that is registered, and the result says which.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ Inception). What a step then takes is the critical path: see ``rank_classes``. T
 from a solver's plan and keeps what is better; it proves nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ Written from the description in Park et al., MLSys 2022, arXiv 2112.10065; their
 The search over many units begins with such plans, and benchmarks compare with them.
 """
 
-from __future__ import annotations
-
 from ...cost.budget import single_device_s
 from ...cost.cost import CostModel
 from ...schema.layout import Layout

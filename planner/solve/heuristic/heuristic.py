@@ -1,7 +1,5 @@
 """The heuristic as a solver: GHP's groups and split points, improved and simulated; no proof."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

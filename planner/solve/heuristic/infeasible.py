@@ -7,8 +7,6 @@ then more nodes. Every change that it names has been tried; it is called "at lea
 proved that nothing less would do, else "enough".
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

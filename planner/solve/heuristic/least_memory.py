@@ -5,8 +5,6 @@ least at a point is therefore no more than any plan holds there, and the fullest
 no more than any plan's peak.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import NamedTuple

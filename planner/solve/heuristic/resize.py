@@ -1,7 +1,5 @@
 """The same kind of cluster with more or fewer ranks: nodes like its first, or part of one node."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

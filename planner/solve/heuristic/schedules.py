@@ -4,8 +4,6 @@ The barrier is the simpler one and is planned first. Only if its decisions, or p
 parallelism, would be clearly quicker by priority is it planned for that too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 

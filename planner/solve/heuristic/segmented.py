@@ -7,8 +7,6 @@ what the heuristic takes where memory does not matter. The plan that comes of it
 it fits and the solver's does not, or where its step is quicker, by formula and as simulated.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -11,8 +11,6 @@ parallel inside groups is GHP's (Joo & Youn, IEEE Access 9:52601, 2021, abstract
 of styles is Megatron-LM's (Shoeybi et al., arXiv 1909.08053); the improvement step is ours.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import NamedTuple

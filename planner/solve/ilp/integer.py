@@ -45,8 +45,6 @@ is, each edge has one pair left. Sums over k < j and k > j are running sums (``V
 Times are in units of ``time_unit_s``, bytes in units of the limit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -11,8 +11,6 @@ that limit bounds as its objective, for every number of micro-batches and slice 
 these is the smallest relaxation there is.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

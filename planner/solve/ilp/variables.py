@@ -4,8 +4,6 @@ The variables are options of units, pairs of states along edges, and ties: famil
 (12) of ``integer``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

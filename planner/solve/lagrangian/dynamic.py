@@ -10,8 +10,6 @@ Where a table would be too large, edges are *relaxed*: such an edge costs each s
 what it costs to the best state of its target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple

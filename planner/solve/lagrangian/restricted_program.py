@@ -12,8 +12,6 @@ to a share of a percent, and the plan is judged like any other. Redistributions 
 (``figures.SharedEdges``) count for each of them here.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 
