@@ -65,7 +65,7 @@ def test_buckets_are_there_before_they_are_full():
 def test_a_gradient_that_backward_does_not_compute_is_in_its_bucket_only():
     def last(reached):
         unit = units(1)[0]
-        whole = msgspec.structs.replace(unit.whole, fresh=ZERO)
+        whole = msgspec.structs.replace(unit.whole, new_grad=ZERO)
         parameters = (msgspec.structs.replace(unit.parameters[0], reached=reached),)
         return msgspec.structs.replace(unit, parameters=parameters, shares=(whole,), splits=())
 
