@@ -13,7 +13,8 @@
 # 3. Each complete gradient (``GradientSynchroniser._ready``) is handed to the exchange. Buckets
 #    (``barrier``) or the slices of a gradient group (``priority``) leave as soon as all gradients
 #    in them are complete and it is their turn. When a group's first slice leaves, ``grad`` of its
-#    parameters shows a tensor that waits when it is read, as clipping does. Where a unit is
+#    parameters shows a tensor that waits when it is read, as clipping does; of sharded groups as
+#    soon as they are packed, and these leave when the next gradient is complete. Where a unit is
 #    released early, backward waits, updates its parameters and frees gradients.
 # 4. The engine's callback at the end (``_finish``): ranks vote on which parameters have gradients,
 #    the rest leaves. Under ``barrier`` this waits for all averages; under ``priority`` for none.
@@ -21,7 +22,8 @@
 #    see [Note: Lazy optimizer steps] in optimizer/lazy.py.
 # 6. ``model(x)``: ``Run.around`` announces this rank's samples, and rank 0's buffers are broadcast.
 #    The first touch of each unit's parameters reads the votes, waits for its gradients and updates
-#    them, or waits for the all-gather of what the peers have updated.
+#    them, or waits for the all-gather of what the peers have updated; fully sharded ones are
+#    unsharded then.
 
 import atexit
 import time

@@ -54,7 +54,7 @@ class Control:
         if handle is None:
             return PendingGather([mine])
         parts = [torch.empty_like(mine) for _ in range(self.world.size)]
-        self.watch.issued(f"the header of {doing}", self.world.control)
+        self.watch.issued(f"what ranks tell for {doing}", self.world.control)
         return self._started(
             dist.all_gather(parts, mine, group=handle, async_op=True), parts, doing
         )
@@ -78,7 +78,8 @@ class Control:
         return self._started(work, [vector], doing)
 
     def _started(self, work: dist.Work, parts: list[Tensor], doing: str) -> PendingGather:
-        # A rank that has all gradients itself never waits for the votes, so the watchdog does.
+        # By priority a rank that has all gradients itself may never wait for the votes, so the
+        # watchdog does.
         self.watch.follow(work, doing)
 
         def wait() -> None:

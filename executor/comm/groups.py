@@ -1,8 +1,7 @@
 """Which rank stands at which position, and the process groups through which ranks talk."""
 
-# Gradient exchange, redistribution (with statistics), and control traffic never share a process
-# group: two threads that issue on one gloo group gave wrong sums without any error, and on one
-# group nothing can overtake.
+# What different threads issue, or what may overtake, never shares a process group: two threads that
+# issue on one gloo group gave wrong sums without any error, and on one group nothing can overtake.
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -79,9 +78,9 @@ class World:
     ``crossings[span]``    those at a range of positions      samples from one layout to another
     ====================== ================================== ======================================
 
-    m is a degree; of a layout that leaves positions idle the layout stands in its place. Who is
-    idle there is alone in its groups. ``make_world`` creates them all; who issues on which is told
-    in [Note: Who issues collectives on which group] in gradients/priority.py.
+    m is a degree. Layouts that leave positions idle have groups of their own, under the layout; who
+    is idle there is alone in its groups. ``make_world`` creates them all; which thread issues on
+    which is in [Note: Who issues collectives on which group] in gradients/priority.py.
     """
 
     rank: int

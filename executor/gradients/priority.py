@@ -7,22 +7,26 @@ ends. The library then carries them in that order, while the next forward waits 
 
 # [Note: Who issues collectives on which group]
 # Collectives of one process group must be issued in the same order on all of its ranks. Each line
-# below has process groups of its own, so that no order between the lines is ever needed:
+# below has process groups of its own, so that on gloo no order between the lines is ever needed.
+# The thread that trains is the one that calls the model; backward's hooks run in it too, or on CUDA
+# in the thread of autograd's that stands in for it meanwhile.
 #
 # - gradients (``GradParam.group``): the thread that runs backward, in the order of slots, from the
-#   hooks of parameters, from ``foresee`` and from ``end``. Nobody else, so all of a step's slices
-#   have been issued when backward is over, and a rank can wait for its parameters (to save them,
-#   say) without any other rank's help;
+#   hooks of parameters, from ``foresee`` and from ``end``; buckets in their order, from the same
+#   places. Nobody else, so all of a step's slices have been issued when backward is over, and a
+#   rank can wait for its parameters (to save them, say) without any other rank's help;
+# - redistributions, what crosses between layouts, buffers and batch statistics
+#   (``World.redistribution``, ``crossings``, ``statistics``): the thread that trains or runs
+#   backward, in the order of the model's own operations. The same groups carry, outside of
+#   forwards and backwards, norms and states of what they hold the parts of;
 # - updated chunks of sharded parameters (``Channels.updated_chunks``): the pipeline's thread, or on
-# NCCL
-#   and with a gradient scaler the thread that trains ([Note: Sharded steps pipeline] in
+#   NCCL and with a gradient scaler the thread that trains ([Note: Sharded steps pipeline] in
 #   sharded.py);
 # - parameters that are whole only while they are used (``Channels.unshards``): one ``IssueQueue``,
 #   in the order of use, which issues from the thread that uses them or, while their chunk waits for
 #   its update, from one of its own ([Note: Unshard and reshard] in unshard.py);
-# - what a user asks of a sharded gradient (``Channels.full_gradients``): the thread that asks,
-# which must
-#   then ask on all ranks;
+# - what a user asks of sharded gradients, parameters and states (``Channels.full_gradients``): the
+#   thread that asks, which must then ask on all ranks;
 # - votes, agreements and forwards' headers: ``Control``, from the thread that trains.
 #
 # With NCCL, communicators share a device: collectives of several that wait for each other must be

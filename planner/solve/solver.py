@@ -2,7 +2,7 @@
 
 A solver takes a ``Problem`` and returns a ``Result``: what it found, what it proved. ``optimal`` is
 said only of what was proved. Solvers register under a name; ``auto`` takes the first of
-``PREFERENCE`` that is registered, and the result says which.
+``PREFERENCE`` that is able (a problem may be too large), and the result says which.
 """
 
 import time

@@ -23,7 +23,7 @@ PLAIN_FIELDS = {
     "memory_bytes", "memory_limit_bytes", "parameter_bytes", "peak_bytes", "samples_per_s",
     "seconds_per_byte",
     # of training
-    "batch", "batches", "micro_batches", "nodes", "step", "updates", "prediction",
+    "batch", "batches", "nodes", "step", "updates", "prediction",
 }  # fmt: skip
 PLAIN_OPTIONS = {
     # files, and how much is shown

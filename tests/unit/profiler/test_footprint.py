@@ -31,7 +31,8 @@ def test_what_is_saved_and_which_parameters_are_reached():
         model, units, Batch((x,), torch.zeros(4, 8)), nn.functional.mse_loss, torch.device("cpu")
     )
     assert found.unreached == {"unused.weight", "unused.bias", "stopped.weight"}
-    assert found.workspace["stopped"] == found.never_together["stopped"] > 0  # no backward comes to it
+    # No backward comes to it.
+    assert found.workspace["stopped"] == found.never_together["stopped"] > 0
     assert found.discarded == {
         "first",
         "second",
