@@ -40,6 +40,7 @@ from ..models.compiled import CompiledRegions
 from ..planner.cost.ownership import TensorPlacement, boxes
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import SHARDING, Plan
+from ..planner.simulate.slicing import by_urgency
 from .comm.broadcast import broadcast
 from .comm.control import Control, Header, RankRow, digest
 from .comm.groups import Group, World
@@ -77,9 +78,7 @@ class Run:
     ) -> None:
         self.plan, self.world, self.watch = plan, world, watch
         self.lossy = lossy or Lossy()
-        # Fully sharded gradients take memory until they have left, so all leave as they get ready.
-        urgent = not any(unit.exchange == "fully_sharded" for unit in plan.units)
-        self.orders = Orders(plan, urgent=urgent)
+        self.orders = Orders(plan, urgent=by_urgency(unit.exchange for unit in plan.units))
         self.control = Control(world, watch)
         self.meter = Meter()
         self.divided = any(unit.layout != data_parallel(world.size) for unit in plan.units)

@@ -165,7 +165,7 @@ def messages_of(
 ) -> tuple[Message, ...]:
     """Every bucket or slice as a message, each one collective (two where the exchange is sharded);
     none of those that are waited for in backward."""
-    messages = []
+    messages, urgent = [], slicing.by_urgency(option.exchange for option in decisions)
     for packed in pack_gradients(model, decisions, schedule):
         if packed.kind.early_release:
             continue
@@ -175,8 +175,9 @@ def messages_of(
                 kind = Option(kind.layout)  # what is sent whole is averaged like a dense gradient
             size = sum(g.shared_bytes for g in mine) / one.parts
             on = model.exchange(kind, model.payload_bytes(kind, ceil(size)) if kind.lossy else size)
+            urgency = packed.units[0] if urgent else 0.0
             messages.append(
-                Message(packed.units, LINKS[on.link], on.seconds, packed.units[0], on.sent_bytes)
+                Message(packed.units, LINKS[on.link], on.seconds, urgency, on.sent_bytes)
             )
     return tuple(messages)
 

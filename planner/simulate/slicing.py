@@ -152,6 +152,13 @@ class SendSlot(NamedTuple):
     number: int
 
 
+def by_urgency(exchanges: Iterable[ExchangePolicy]) -> bool:
+    """Whether slices under the schedule by priority leave by urgency, given the exchange of every
+    unit. As soon as one is fully sharded all leave first come, first served: backward waits for
+    its averages to free what they take, and urgent ones before them would hold it back."""
+    return "fully_sharded" not in exchanges
+
+
 def send_order(
     groups: Sequence[ReadyGroup], *, sliced: bool = True, urgent: bool = True
 ) -> list[SendSlot]:

@@ -10,6 +10,8 @@ from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
+from meshwright.planner.simulate.schedule import messages_of
+from meshwright.planner.simulate.slicing import by_urgency
 from meshwright.planner.solve.evaluate import decisions_of, evaluate, rank_memory
 from meshwright.planner.solve.heuristic.schedules import without_shards
 from meshwright.planner.solve.solver import solve
@@ -160,3 +162,16 @@ def test_offload_is_refused():
     option = Option(data_parallel(4), memory="offload", exchange="fully_sharded")
     with pytest.raises(InputError, match="offload"):
         model.unit(1, option)
+
+
+def test_where_a_unit_is_fully_sharded_all_leave_as_they_get_ready():
+    model = model_of()
+    plain, one = all_with(model, "dense"), list(all_with(model, "dense"))
+    one[2] = one[2]._replace(exchange="fully_sharded")
+    by_priority = [m.urgency for m in messages_of(model, plain, "priority")]
+    assert by_priority == sorted(by_priority, reverse=True)
+    assert len(set(by_priority)) > 1
+    assert {m.urgency for m in messages_of(model, one, "priority")} == {0.0}
+    # The executor asks the same.
+    assert by_urgency(option.exchange for option in plain)
+    assert not by_urgency(option.exchange for option in one)
