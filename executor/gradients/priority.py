@@ -118,9 +118,14 @@ class PriorityExchange(Exchange):
         self._start_s = 0.0
         self._votes: Votes | None = None
         self._unused: set[GradParam] = set()
+        self._unsent: set[GradGroup] = set()
+        """Of which no rank has a gradient in this step: their turns pass without a message."""
         self._just_packed: ShardedGradGroup | None = None
         """Packed just now; sent at the next gradient, when autograd has freed its last one."""
         fully = [g for g in self.grad_groups if isinstance(g, FullyShardedGradGroup)]
+        # Peers may wait for such in their backward, for which this rank must send all it has left,
+        # zeros too, before it waits for them to vote.
+        self._awaited_in_backward = bool(fully) or any(g.released for g in self.grad_groups)
         self.unshard_manager = UnshardManager(fully, watch, issued, self.finish)
 
     @property
@@ -160,7 +165,7 @@ class PriorityExchange(Exchange):
         self._orders.begin()
         for policy in self.policies:
             policy.begin()
-        self._next, self._unused, self._just_packed = 0, set(), None
+        self._next, self._unused, self._unsent, self._just_packed = 0, set(), set(), None
         for param in (p for p in self.group_of if p.idle):  # must not hold back what comes after it
             self._take_unused(param)
         self._start_s = time.perf_counter()
@@ -230,6 +235,9 @@ class PriorityExchange(Exchange):
         while self._next < len(slots):
             slot = slots[self._next]
             grad_group = self.grad_groups[slot.group]
+            if grad_group in self._unsent:
+                self._next += 1
+                continue
             if not grad_group.full or grad_group is self._just_packed:
                 return
             following = grad_group.following(slot.number)
@@ -248,20 +256,29 @@ class PriorityExchange(Exchange):
                 self._show(param)
 
     def end(self, votes: Votes) -> None:
+        self._votes, somewhere = votes, set[GradParam]()
+        absent = [
+            param
+            for param, grad_group in self.group_of.items()
+            if param not in grad_group.gradients and not self.release.is_applied(grad_group)
+        ]
+        # The votes are waited for only where this rank must know whether others have a gradient
+        # that it has not; else when the first gradient is. What no rank has, every rank lacks: so
+        # all of them know that its group need not be sent, if they look before they send.
+        if absent and not self._awaited_in_backward:
+            somewhere = self._check_votes()
+            groups = {self.group_of[param] for param in absent}
+            self._unsent = {g for g in groups if _may_stay(g, somewhere)}
         # The rest leaves: zeros, or what had accumulated before, for what was not computed here.
-        for grad_group in self.grad_groups:
-            for param in grad_group.params:
-                if param not in grad_group.gradients and not self.release.is_applied(grad_group):
-                    self._take_unused(param)
+        for param in absent:
+            if self.group_of[param] not in self._unsent:
+                self._take_unused(param)
         self._just_packed = None
         self._advance()
         assert self._next == len(self._orders.slots), "a slice was left behind"
         self._orders.end(self.grad_groups)
-        self._votes = votes
-        # The votes are waited for only where this rank must know whether others have a gradient
-        # that it has not; else when the first gradient is.
         if self._unused:
-            somewhere = self._check_votes()
+            somewhere |= self._check_votes()
             for param in self._unused & somewhere:
                 self._show(param)
             for param in self._unused - somewhere:
@@ -394,6 +411,17 @@ class PriorityExchange(Exchange):
                 param.parameter.grad = param.show(gradient)
         if update is not None:
             update()
+
+
+def _may_stay(grad_group: GradGroup, somewhere: Collection[GradParam]) -> bool:
+    """Whether a group need not be sent where ``somewhere`` are the parameters that some rank has a
+    gradient of. Others than dense ones count on being sent: they hold residuals, or update chunks
+    together."""
+    return (
+        type(grad_group) is GradGroup
+        and not grad_group.gradients
+        and not any(param in somewhere for param in grad_group.params)
+    )
 
 
 def out_of_backward(parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:

@@ -449,7 +449,50 @@ def threads_of_groups_do_not_interrupt(rank: int) -> None:
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
+class Spare(nn.Module):
+    """With a large layer that a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 160), nn.Linear(160, 3)
+        self.spare = nn.Linear(160, 160, bias=False)  # not packed with others
+
+    def forward(self, x: Tensor, *, spare: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(self.spare(x) if spare else x)
+
+
+def sends_nothing_that_no_rank_computed(rank: int) -> None:
+    """A layer that no rank has used, then one rank, then none again, then all."""
+    torch.manual_seed(7)
+    model = Spare().double()
+    alone = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone))
+    with scheduled("priority"):
+        units = [unit(name, 1, "none", 2) for name in ("first", "spare", "last")]
+        apply(model, ours, plan(2, units, message_bytes=64), timeout_s=20)
+    meter, sent = run_of(model).meter, []
+    for step, users in enumerate([(), (0,), (), (0, 1)]):
+        inputs, targets = zip(*(data(r, step) for r in range(2)), strict=True)
+
+        def loss(m: nn.Module, r: int, at=(inputs, targets, users)) -> Tensor:
+            return F.cross_entropy(m(at[0][r].double(), spare=r in at[2]), at[1][r])
+
+        before = meter.exchanged_bytes
+        loss(model, rank).backward()
+        sent.append(meter.exchanged_bytes - before)
+        (sum(loss(alone, r) for r in range(2)) / 2).backward()
+        assert (model.spare.weight.grad is None) == (not users)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    equal(model, alone)
+    spare = sum(p.nbytes for p in model.spare.parameters())
+    assert sent == [sent[0], sent[0] + spare, sent[0], sent[0] + spare], (sent, spare)
+
+
 CHECKS = [
+    sends_nothing_that_no_rank_computed,
     leaves_nothing_to_collect,
     threads_of_groups_do_not_interrupt,
     reads_wait,
