@@ -22,7 +22,7 @@ from .precision import measured_in
 from .replay import preserved
 from .units.batch_dims import located, with_dims
 from .workload import Batch, Workload
-from .zoo import build
+from .zoo import build, is_known
 
 # What a rank is taken to feed of a ``Workload``, which makes batches of any size.
 WORKLOAD_SAMPLES = 32
@@ -47,6 +47,11 @@ class RefusedError(InputError):
 def planned(target: str, precision: Precision | None = None) -> Workload:
     """The workload of a plan's target, whose file is named as seen from where it was planned, to
     compute in the plan's precision."""
+    if ":" not in target and not is_known(target):
+        raise InputError(
+            f"the plan is of the model {target!r} of a script, which trains it itself: start it by "
+            "'meshwright launch PLAN SCRIPT'; to verify a plan, make it from a file.py:factory"
+        )
     try:
         return replace(workload(target), precision=precision)
     except NoFileError:

@@ -258,8 +258,9 @@ def _remedy(*, silent: bool, failed: bool, one_host: bool) -> str:
             f"all ranks still run, so their connections have failed by themselves; look at {where}"
         )
     return (
-        "every rank must call the model and backward equally often, with an empty batch where it "
-        f"has no samples; where ranks are only slow, set {TIMEOUT_VARIABLE} to more seconds"
+        "every rank must call the model, backward and what gathers (full_state_dict, norms) "
+        "equally often, with an empty batch where it has no samples; where ranks are only slow, "
+        f"set {TIMEOUT_VARIABLE} to more seconds"
     )
 
 

@@ -172,7 +172,8 @@ class Verification(Record, frozen=True, kw_only=True):
     """What was compared over which batches, what was changed for it, and how it came out. ``cause``
     says where no plan could have passed, as the model or its loss looks at a batch as a whole, or
     where one process differs from itself as much. ``random`` says what of the model is random where
-    means over so many ``draws`` of one step were compared instead of steps; 0 and empty elsewhere.
+    means over so many ``draws`` of one step were compared instead of steps; elsewhere it is empty,
+    and there are none.
     """
 
     target: str
@@ -183,7 +184,7 @@ class Verification(Record, frozen=True, kw_only=True):
     deviations: tuple[Deviation, ...]
     passed: bool
     cause: str = ""
-    draws: Count = 0
+    draws: Count | None = None
     random: str = ""
 
 
@@ -284,7 +285,7 @@ def verify_on_ranks(
         deviations=found,
         passed=passed,
         cause="" if passed else cause,
-        draws=draws,
+        draws=draws or None,
         random=chance if draws else "",
     )
 

@@ -1,5 +1,5 @@
 """Reference workloads by name: the networks of the papers, and small ones to try things on."""
 
-from .catalogue import build, names
+from .catalogue import build, is_known, names
 
-__all__ = ["build", "names"]
+__all__ = ["build", "is_known", "names"]

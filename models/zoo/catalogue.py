@@ -49,6 +49,11 @@ def names() -> tuple[str, ...]:
     return (*_BUILDERS, *(hugging_face.BUILDERS if _has_transformers() else ()))
 
 
+def is_known(name: str) -> bool:
+    """Whether it is the name of a workload, whatever packages are here."""
+    return name in _BUILDERS or name in hugging_face.BUILDERS
+
+
 def build(name: str) -> Workload:
     """The workload of that name, its parameters drawn from torch's default generator.
 

@@ -460,7 +460,7 @@ def test_a_model_that_is_random_is_held_to_its_own_spread(ranks):
     assert first == second
     # Every rank can draw what one process draws: equal to rounding.
     jittered = first["of the batch"]
-    assert (jittered.passed, jittered.draws, len(jittered.batches)) == (True, 0, 3)
+    assert (jittered.passed, jittered.draws, len(jittered.batches)) == (True, None, 3)
     assert jittered.notes == (
         "module '0' is random: compared with equal random numbers in every step",
     )

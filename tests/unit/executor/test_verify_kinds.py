@@ -1,7 +1,8 @@
 """What ``verify`` calls the classes of parameters that it compares."""
 
 import msgspec
-from meshwright.executor.launch.verify import _kinds
+import pytest
+from meshwright.executor.launch.verify import Deviation, Verification, _kinds
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.evaluate import make_plan
@@ -20,3 +21,14 @@ def test_units_are_named_by_how_they_are_divided_and_exchanged():
     assert kind("a.weight") == "parameters, data parallel, fully_sharded"
     assert kind("b.weight") == "parameters, column (2,2), sharded"
     assert kind("c.weight") == kind("elsewhere") == "parameters, data parallel"
+
+
+@pytest.mark.parametrize("draws", [None, 8])
+def test_an_answer_is_read_as_it_was_written(draws):
+    """Ranks write it to a file, from which the command reads it."""
+    deviation = Deviation(what="losses", tensors=3, largest=0.0, of_allowed=0.0, worst="step 1")
+    answer = Verification(
+        target="mlp", world_size=2, dtype="float64", batches=(8, 9, 8), notes=(),
+        deviations=(deviation,), passed=True, draws=draws, random="module '0'" if draws else "",
+    )  # fmt: skip
+    assert msgspec.json.decode(msgspec.json.encode(answer), type=Verification) == answer

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from meshwright.models.target import planned
 from meshwright.models.zoo import build, catalogue, names
+from meshwright.planner.schema.errors import InputError
 
 PARAMETERS = {
     "vgg11": 132_863_336,
@@ -74,3 +76,9 @@ def test_without_transformers_its_models_are_neither_listed_nor_built(
 def test_with_transformers_its_models_are_listed():
     pytest.importorskip("transformers")
     assert set(FROM_TRANSFORMERS) <= set(names())
+
+
+def test_a_plan_of_a_scripts_model_is_not_taken_for_a_workload() -> None:
+    with pytest.raises(InputError, match=r"'Net' of a script.*launch PLAN SCRIPT"):
+        planned("Net")
+    assert planned("mlp").name == "mlp"
