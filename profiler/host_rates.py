@@ -150,10 +150,10 @@ def _streams(
     sends, receives = [], []
     for a, b in pairs:
         # Each rank of a host has a partner as long as there are some on both.
-        pairs = list(zip(members[a], members[b], strict=False))
-        each = max(int(bytes_of[a, b]) // len(pairs) // MESSAGES, 1)
-        sends += [(to, each) for of, to in pairs if of == rank]
-        receives += [(of, each) for of, to in pairs if to == rank]
+        partners = list(zip(members[a], members[b], strict=False))
+        each = max(int(bytes_of[a, b]) // len(partners) // MESSAGES, 1)
+        sends += [(to, each) for of, to in partners if of == rank]
+        receives += [(of, each) for of, to in partners if to == rank]
     dist.barrier()
     own = _stream(sends, receives, device)
     row = torch.tensor(own, dtype=torch.float64, device=device)

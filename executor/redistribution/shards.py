@@ -308,8 +308,8 @@ def install(model: nn.Module, shards: dict[str, Shard]) -> None:
     for name, shard in shards.items():
         path, _, leaf = name.rpartition(".")
         owned.setdefault(path, {})[leaf] = shard
-    for path, shards in owned.items():
-        _install_on(model.get_submodule(path), shards)
+    for path, own in owned.items():
+        _install_on(model.get_submodule(path), own)
 
 
 def _install_on(module: nn.Module, shards: dict[str, Shard]) -> None:
