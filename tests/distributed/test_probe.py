@@ -13,6 +13,7 @@ from meshwright.planner.schema.cluster import Cluster, StepOverhead
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler.collectives import COLLECTIVES, MeasuredGroup, curves, measure
+from meshwright.profiler.host_rates import measure_host_rates
 from meshwright.profiler.links import join, probe
 from meshwright.profiler.overhead import measure_overheads
 
@@ -62,6 +63,20 @@ def test_four_ranks_have_curves_for_pairs_and_for_all(ranks: Callable[[int], Ran
     cluster = decode(Cluster, ranks(4)(probed, 1)[0][0])
     (level,) = cluster.levels
     assert {c.ranks for c in level.curves} == {2, 4}
+
+
+def as_hosts(rank: int) -> list[list[float]]:
+    """Streams as if each rank had a host of its own."""
+    return measure_host_rates(["a", "b"], torch.device("cpu"), budget_s=1.0).tolist()
+
+
+def test_streams_between_hosts_are_measured_each_way(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2)(as_hosts)
+    assert first == second
+    (to_self, there), (back, _) = first
+    assert to_self == 0
+    assert there > 0
+    assert back > 0
 
 
 def joined_late(rank: int) -> float:
