@@ -37,6 +37,7 @@ from burst_choice import (
     shared,
 )
 from meshwright.models.zoo import build
+from meshwright.planner.cost.collectives import ring_steps
 from meshwright.planner.multiplex.jobs import (
     Assumptions,
     BackgroundJob,
@@ -100,7 +101,8 @@ def tree_curve(ranks: int, latency_s: float, bytes_per_s: float) -> CollectiveCu
     # a thousand devices.
     hops = 2 * (ranks - 1).bit_length()
     tree = hops * latency_s, 2 / bytes_per_s
-    ring = 2 * (ranks - 1) * latency_s, 2 * (ranks - 1) / ranks / bytes_per_s
+    steps = ring_steps("all_reduce", ranks)
+    ring = steps * latency_s, steps / ranks / bytes_per_s
     cross = (ring[0] - tree[0]) / (tree[1] - ring[1])
     sizes = sorted({1.0, max(cross, 2.0), max(cross, 2.0) * 1024})
     seconds = tuple(min(a + b * x for a, b in (tree, ring)) for x in sizes)

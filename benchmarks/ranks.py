@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.launch.processes import Ranks, run_ranks
 from meshwright.executor.launch.start import start_process_group
+from meshwright.planner.cost.collectives import ring_steps
 from testbed import Bed
 
 LIMIT_S = 1800.0
@@ -149,4 +150,4 @@ def goodput(bytes_: float) -> Link:
 def ring_bytes(bytes_: float) -> float:
     """What a rank sends in an all-reduce of so many bytes by a ring."""
     world = dist.get_world_size()
-    return 2 * (world - 1) / world * bytes_
+    return ring_steps("all_reduce", world) / world * bytes_

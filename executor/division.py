@@ -5,7 +5,7 @@ On ranks that a unit leaves idle its parameters and buffers are empty and its mo
 see [Note: Burst units, idle ranks and the anchor] in redistribution/bursts.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -205,13 +205,13 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
     for unit, _ in divided(plan):
         spec = split_of(model, unit)
         cuts.update({c.name: (c.dim, c.blocks, unit.layout.degree) for c in spec.cuts})
-    layouts = subset_layouts(model, plan)
+    layouts, never_runs = subset_layouts(model, plan), _never_run(plan)
     for same in aliases(model).values():
         used = [name for name in same if not _only_listed(name, same)]
         uses = {name: (cuts.get(name), layouts.get(name)) for name in used}
         if not any(layouts.get(name) for name in used):
             # What runs has them cut, under all of their names.
-            uses = {name: use for name, use in uses.items() if not _never_run(plan, name)}
+            uses = {name: use for name, use in uses.items() if not never_runs(name)}
         if len(set(uses.values())) > 1:
             sentences = ", ".join(f"{name!r} {_use(*use)}" for name, use in uses.items())
             raise InputError(
@@ -220,18 +220,26 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _never_run(plan: Plan, name: str) -> bool:
-    """Whether a tensor's ``name`` is in a module that no forward was seen to run (a head that is
-    tied and not used here): one without units, where the plan has all units of the model."""
+def _never_run(plan: Plan) -> Callable[[str], bool]:
+    """Tells by a tensor's name whether it is in a module that no forward was seen to run (a head
+    that is tied and not used here): one without units, where the plan has all units of the model.
+    """
     if not any(unit.kind == "input" for unit in plan.units):
-        return False
+        return lambda name: False
+    run = {path for unit in plan.units for path in unit.modules}
+    around = {above for path in run for above in _at_or_above(path)}
 
-    def inside(path: str) -> str:
-        return f"{path}." if path else ""
+    def never_runs(name: str) -> bool:
+        path = name.rpartition(".")[0]
+        return path not in around and run.isdisjoint(_at_or_above(path))
 
-    paths = [inside(path) for unit in plan.units for path in unit.modules]
-    above = inside(name.rpartition(".")[0])
-    return not any(name.startswith(path) or path.startswith(above) for path in paths)
+    return never_runs
+
+
+def _at_or_above(path: str) -> list[str]:
+    """A module's path and those of the modules around it, the model's own (``""``) last."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _refuse_late_users(model: nn.Module, plan: Plan, shards: ModelShards) -> None:
@@ -245,11 +253,10 @@ def _refuse_late_users(model: nn.Module, plan: Plan, shards: ModelShards) -> Non
             "batches for which it is called"
         )
 
-    for name in shards.by_name:
-        if _never_run(plan, name):
-            path = name.rpartition(".")[0]
-            hook = partial(refuse, path=path, name=name)
-            model.get_submodule(path).register_forward_pre_hook(hook)
+    for name in filter(_never_run(plan), shards.by_name):
+        path = name.rpartition(".")[0]
+        hook = partial(refuse, path=path, name=name)
+        model.get_submodule(path).register_forward_pre_hook(hook)
 
 
 def _only_listed(name: str, same: list[str]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from .compiled import eagerly
@@ -62,6 +63,13 @@ def preserved(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
         for module, mode in modes:
             module.training = mode
+
+
+def fix_statistics(model: nn.Module) -> None:
+    """Makes batch normalisation go by running statistics, until modes are set anew."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            module.eval()
 
 
 def copied(modules: CopiedT) -> CopiedT:

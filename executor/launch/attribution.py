@@ -4,15 +4,14 @@ samples."""
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...models.replay import preserved
+from ...models.replay import fix_statistics, preserved
 from ...models.target import SIZES, default_loss, trial
 from ...models.units.storages import tensors_in
 from ...models.workload import Batch, Workload, device_of
@@ -66,7 +65,8 @@ def mixing_cause(workload: Workload, batch: Batch, share: Callable[[Tensor, Tens
     model, size = workload.model, batch.size
     cut = size // 2
     parts = batch.slice(0, cut), batch.slice(cut, size)
-    with torch.no_grad(), preserved(model), fixed_statistics(model):
+    with torch.no_grad(), preserved(model):
+        fix_statistics(model)
         whole = _loss(workload, batch)
         mean = sum(_loss(workload, part) * (part.size / size) for part in parts)
         assert isinstance(mean, Tensor)
@@ -168,7 +168,8 @@ def batch_buffers(
     parts = batch.slice(0, size // 2), batch.slice(size // 2, size)
 
     def left(samples: Batch) -> dict[str, Tensor]:
-        with torch.no_grad(), preserved(model), fixed_statistics(model):
+        with torch.no_grad(), preserved(model):
+            fix_statistics(model)
             torch.manual_seed(0)
             model(*samples.args, **samples.kwargs)
             named = model.named_buffers(remove_duplicate=False)
@@ -248,12 +249,3 @@ def _calls(model: nn.Module, batch: Batch) -> list[_Call]:
         for handle in hooks:
             handle.remove()
     return found
-
-
-@contextmanager
-def fixed_statistics(model: nn.Module) -> Iterator[None]:
-    """Batch normalisation by running statistics; whoever calls sets the modes back."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.track_running_stats:
-            module.eval()
-    yield

@@ -15,7 +15,7 @@ from ...planner.schema.errors import InputError
 from ...planner.schema.plan import Plan
 from ..parallel import full_state_dict
 from .draws import Draw, seed_all, sketch
-from .train import train_step
+from .train import loss_of, train_step
 
 # For steps of which only the gradient is asked: where a value is large beside its gradient, that
 # would be lost in the rounding of the value at a small rate.
@@ -60,7 +60,7 @@ def draws_alone(
         with restored(model):
             optimizer = torch.optim.SGD(model.parameters(), lr=DRAW_RATE)
             for part in parts:
-                loss = workload.loss(model(*part.args, **part.kwargs), part.target)
+                loss = loss_of(workload, part)
                 loss = loss * (part.size / size)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())

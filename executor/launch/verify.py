@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...models.compiled import Taken
 from ...models.precision import in_precision
-from ...models.replay import copied, preserved
+from ...models.replay import copied, fix_statistics, preserved
 from ...models.target import trial, try_out
 from ...models.units.chance import layer_drop_rates
 from ...models.units.storages import tensors_in
@@ -35,7 +35,7 @@ from ..apply import apply
 from ..comm.agreement import rank_zero_decides, together
 from ..optimizer.state import optimizer_for
 from ..parallel import full_state_dict
-from .attribution import batch_buffers, fixed_statistics, mixing_cause, restless_module
+from .attribution import batch_buffers, mixing_cause, restless_module
 from .draws import (
     FALSE_ALARM,
     Draw,
@@ -372,8 +372,8 @@ def _sizes(workload: Workload, size: int, plan: Plan) -> tuple[list[int], list[s
     """The batches to compare over. The second is one larger, so that the ranks' shares are uneven,
     unless the model refuses such shares: then with a note."""
     parts = plan.world_size * plan.micro_batches
-    # Statistics are of all ranks' samples: none has too few by itself.
-    with trial(workload) as run, fixed_statistics(run.model):
+    with trial(workload) as run:
+        fix_statistics(run.model)  # which are of all ranks' samples: none has too few by itself
         for part in sorted({-(-size // parts), size}):
             loss_of(run, run.make_batch(part))  # or nothing can be compared
         try:
@@ -564,13 +564,11 @@ def _mixing_in_the_mean(workload: Workload, batch: Batch, alone: _Alone) -> str:
     process on all of it."""
     model, cut = copied(alone.before), batch.size // 2
     parts = [batch.slice(0, cut), batch.slice(cut, batch.size)]
-    with fixed_statistics(model):
-        whole, halves = (
-            draws_alone(
-                replace(workload, model=model), some, seed, len(alone.draws), lambda *_: None
-            )
-            for seed, some in ((SEED, [batch]), (SEED + 1, parts))
-        )
+    fix_statistics(model)
+    whole, halves = (
+        draws_alone(replace(workload, model=model), some, seed, len(alone.draws), lambda *_: None)
+        for seed, some in ((SEED, [batch]), (SEED + 1, parts))
+    )
     rounding = _rounding(alone, whole, parameter_names(model))
     if all(a.of_allowed <= 1 for a in compare_draws(halves, whole, rounding).values()):
         return ""

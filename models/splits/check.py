@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.cost.ownership import feature_bounds
-from ..replay import UnitCall, copied, preserved, run_modules
+from ..replay import UnitCall, copied, fix_statistics, preserved, run_modules
 from ..spec import SplitSpec, UnitSpec
 from . import apply_split
 from .recipe import slice_parameter
@@ -236,11 +236,10 @@ def _is_equivalent(
 def _with_other_values(unit: UnitSpec, call: UnitCall) -> UnitCall:
     """The call with other activations; masks, positions and indices stay."""
     generator = torch.Generator().manual_seed(2)
-    batched = [leaf for k, leaf in enumerate(_leaves(call)) if k in unit.batched_inputs]
+    entering = pytree.tree_leaves((call.args, dict(call.kwargs)))[unit.batched_inputs[0]]
 
     def drawn(t: Tensor) -> Tensor:
-        activation = t.requires_grad or any(t is leaf for leaf in batched[:1])
-        if not activation or not t.is_floating_point():
+        if not (t.requires_grad or t is entering) or not t.is_floating_point():
             return t
         wide = _WIDER * float(t.detach().double().std()) if t.numel() > 1 else _WIDER
         made = torch.randn(t.shape, generator=generator, dtype=torch.double) * wide
@@ -249,17 +248,10 @@ def _with_other_values(unit: UnitSpec, call: UnitCall) -> UnitCall:
     return call.map(drawn)
 
 
-def _leaves(call: UnitCall) -> list[Any]:
-    return pytree.tree_leaves((call.args, dict(call.kwargs)))
-
-
 def _in_training(model: nn.Module) -> nn.Module:
     """The model in training, but for batch normalisation: over which samples it is taken is for the
     plan to say, and the executor's part."""
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
+    fix_statistics(model.train())
     return model
 
 
@@ -343,8 +335,8 @@ class _SplitTrial:
     """A unit and its members, tried on the same calls. Its parameters get gradients."""
 
     def __init__(self, holder: nn.Module, unit: UnitSpec, spec: SplitSpec, degree: int) -> None:
-        self._holder, self._unit, self._spec, self._degree = holder, unit, spec, degree
-        self._members: SplitMembers | None = None
+        self._holder, self._unit, self._spec = holder, unit, spec
+        self._members = SplitMembers(holder, unit, spec, degree)
 
     def always_agrees(self, call: UnitCall) -> bool:
         """Whether the members' outputs equal the whole's on the call, on other values and in
@@ -353,10 +345,6 @@ class _SplitTrial:
             whole = self._whole(given := call.fresh())
         # Rounding stays far below, and a wrong formula is far above.
         tolerance = _TOLERANCES[coarsest.bits]
-        try:
-            self._members = SplitMembers(self._holder, self._unit, self._spec, self._degree)
-        except Exception:  # a look-alike's parts
-            return False
         return (
             self._gradients_agree(whole, given, call, tolerance)
             and self._agrees_on(_with_other_values(self._unit, call), tolerance)
@@ -369,7 +357,6 @@ class _SplitTrial:
 
     def _parts(self, call: UnitCall) -> Tensor | None:
         """The members' output; None where a look-alike's forward fails on its part."""
-        assert self._members is not None
         with contextlib.suppress(Exception):
             return self._members.run(call)
         return None
@@ -387,7 +374,6 @@ class _SplitTrial:
         weight = torch.randn(whole.shape, generator=generator, dtype=whole.dtype).to(whole.device)
         (whole * weight).sum().backward()  # type: ignore[no-untyped-call]
         (output * weight).sum().backward()  # type: ignore[no-untyped-call]
-        assert self._members is not None
         pairs = zip(given.tensors(), parted.tensors(), strict=True)
         return all(_same(a.grad, b.grad, tolerance) for a, b in pairs) and _same_parameters(
             self._holder, self._spec, self._members.models, tolerance
@@ -405,7 +391,6 @@ class _SplitTrial:
         return output is not None and tolerance.same(output, whole)
 
     def _agrees_in_training(self, call: UnitCall, tolerance: Tolerance) -> bool:
-        assert self._members is not None
         with torch.no_grad(), preserved(self._holder):
             plain = self._whole(call.fresh())
             _in_training(self._holder)
