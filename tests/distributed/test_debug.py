@@ -257,7 +257,8 @@ def test_a_rank_that_issues_nothing_more_is_named_in_time(ranks: Any) -> None:
     first, _ = ranks(2).outcomes(falls_silent)
     assert first.kind == "RunError"
     assert re.search(
-        r"\(the \w+ of .*, its \d\w\w collective in group 'control', where rank 1 issues nothing",
+        r"\(what ranks tell for .*, its \d\w\w collective in group 'control', where rank 1 issues "
+        r"nothing",
         first.error,
     ), first.error
     assert time.monotonic() - start < 60
