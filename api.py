@@ -496,8 +496,8 @@ def auto_parallelize(
     from .executor.launch.attribution import check_mean
     from .executor.launch.report import given_plan, record_run
     from .executor.launch.start import start_process_group
+    from .executor.optimizer.kinds import optimizer_name, ready
     from .executor.optimizer.lazy import releases_not
-    from .executor.optimizer.state import optimizer_name, ready
     from .models.precision import set_precision, surrounding_precision
     from .models.target import workload_of
     from .models.workload import Workload

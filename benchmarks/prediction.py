@@ -32,7 +32,7 @@ from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.gradients.feedback import Lossy
 from meshwright.executor.launch.start import cores
 from meshwright.executor.launch.train import Measured, run_steps
-from meshwright.executor.optimizer.state import optimizer_for
+from meshwright.executor.optimizer.kinds import optimizer_for
 from meshwright.models.workload import Workload
 from meshwright.models.zoo import build
 from meshwright.planner.schema.capability import degrees

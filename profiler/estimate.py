@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..executor.launch.start import software
-from ..executor.optimizer.state import optimizer_for
+from ..executor.optimizer.kinds import optimizer_for
 from ..models.compiled import uncompiled
 from ..models.precision import measured_in
 from ..models.replay import UnitCall, capture, copied, preserved
@@ -174,8 +174,8 @@ def _update_rate(name: OptimizerName, dtype: torch.dtype, sheet: Datasheet) -> U
 class _Counted(NamedTuple):
     """Forward and backward of something, and what it saved."""
 
-    forward: CountedWork
-    backward: CountedWork
+    forward: Curve
+    backward: Curve
     cost: Cost
 
 
@@ -248,12 +248,8 @@ class _Estimator(NamedTuple):
         return ShareProfile(
             style=split.style,
             degree=degree,
-            forward=_compared(
-                whole.forward, self._curve(member.forward), self._curve(isolated.forward)
-            ),
-            backward=_compared(
-                whole.backward, self._curve(member.backward), self._curve(isolated.backward)
-            ),
+            forward=_compared(whole.forward, member.forward, isolated.forward),
+            backward=_compared(whole.backward, member.backward, isolated.backward),
             saved=whole.saved.scaled(saved),
             gradient=whole.gradient.scaled(gradient),
             workspace=whole.workspace.scaled(output),
@@ -304,8 +300,10 @@ class _Estimator(NamedTuple):
             logs.append(log)
         few, many = logs
         forward, backward = (
-            CountedWork(
-                SHARE_SIZES, getattr(few, phase).get("", ()), getattr(many, phase).get("", ())
+            self._curve(
+                CountedWork(
+                    SHARE_SIZES, getattr(few, phase).get("", ()), getattr(many, phase).get("", ())
+                )
             )
             for phase in ("forward", "backward")
         )

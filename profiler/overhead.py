@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..executor.apply import apply
-from ..executor.optimizer.state import optimizer_for
+from ..executor.optimizer.kinds import optimizer_for
 from ..executor.parallel import run_of
 from ..planner.cost.collectives import ring_steps
 from ..planner.schema.cluster import StepOverhead

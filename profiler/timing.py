@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..executor.optimizer.state import optimizer_for
+from ..executor.optimizer.kinds import optimizer_for
 from ..models.spec import UnitSpec
 from ..models.units.storages import tensors_in
 from ..models.workload import Batch

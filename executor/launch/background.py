@@ -229,7 +229,7 @@ def train(file: Path) -> None:
 
     from ...models.target import try_out, workload
     from ..apply import apply
-    from ..optimizer.state import optimizer_for
+    from ..optimizer.kinds import optimizer_for
     from .start import start_process_group
     from .tasks import LEARNING_RATE
     from .train import drawing, timed_step

@@ -116,7 +116,7 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
     from ...models.precision import in_precision
     from ...models.target import planned, try_out
     from ..apply import apply
-    from ..optimizer.state import optimizer_for
+    from ..optimizer.kinds import optimizer_for
     from .attribution import check_mean
     from .report import report_of_training
     from .train import accuracy, drawing, run_steps

@@ -23,7 +23,7 @@ from ..apply import apply
 from ..gradients.dropping import DroppedGradGroup
 from ..gradients.reshard import resident_parameters
 from ..micro import micro_batches
-from ..optimizer.state import optimizer_for
+from ..optimizer.kinds import optimizer_for
 from ..parallel import is_parallel, run_of
 from ..run import Run
 

@@ -33,7 +33,7 @@ from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record
 from ..apply import apply
 from ..comm.agreement import rank_zero_decides, together
-from ..optimizer.state import optimizer_for
+from ..optimizer.kinds import optimizer_for
 from ..parallel import full_state_dict
 from .attribution import batch_buffers, mixing_cause, restless_module
 from .draws import (

@@ -1,1 +1,1 @@
-"""The optimizer's steps: lazy, early and on shards, and the state that follows."""
+"""The optimizer's steps: which can be, lazy, early and on shards, and the state that follows."""

@@ -42,7 +42,8 @@ from ..gradients.release import EarlyUpdates, copy_groups
 from ..gradients.sharded import ShardedGradGroup, ShardedStepPipeline
 from ..gradients.slices import GradGroup
 from ..gradients.topk import SparseGradient, applied_sparse, make_dense
-from .state import shard_state, updates_elementwise
+from .kinds import updates_elementwise
+from .state import shard_state
 
 Groups = list[dict[str, Any]]
 StepOn = Callable[[Groups, dict[Any, Any]], None]

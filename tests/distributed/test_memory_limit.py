@@ -16,7 +16,7 @@ from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.headroom import account, overflowed
 from meshwright.executor.launch.train import run_steps, train_step
-from meshwright.executor.optimizer.state import optimizer_for
+from meshwright.executor.optimizer.kinds import optimizer_for
 from meshwright.executor.parallel import is_parallel
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover

@@ -13,7 +13,8 @@ import torch
 from meshwright.cli import demonstration
 from meshwright.executor import micro
 from meshwright.executor.arguments import check_arguments
-from meshwright.executor.optimizer.state import check_holds, scatter_optimizer_state
+from meshwright.executor.optimizer.kinds import check_holds
+from meshwright.executor.optimizer.state import scatter_optimizer_state
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import make_goal
 from torch import nn

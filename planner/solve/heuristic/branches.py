@@ -10,8 +10,6 @@ from a solver's plan and keeps what is better; it proves nothing.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import networkx as nx
-
 from ...cost.cost import CostModel
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option, allowed
@@ -35,6 +33,8 @@ class BranchRegion(NamedTuple):
 
 def regions(model: CostModel) -> list[BranchRegion]:
     """Where branches are parallel, larger regions first."""
+    import networkx as nx  # here: it takes a tenth of a second, and every command imports planners
+
     graph = nx.DiGraph(model.ends)
     graph.add_nodes_from(range(len(model.profile.units)))
     # The first unit that all ways from a fork to the last unit pass: its immediate dominator in the

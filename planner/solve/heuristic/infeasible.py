@@ -23,7 +23,7 @@ from ...schema.options import Option
 from ..answer import Choice, choice
 from ..choices import all_options, unit_options
 from ..evaluate import excess, rank_memory
-from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
+from ..problem import Enlargement, Infeasibility, Problem, Relaxation, state_pairs
 from .checkpointing import Checkpointing, has_segments, plain_starts
 from .least_memory import few_options, least_memory, memory_models
 from .resize import resized_problem
@@ -33,6 +33,8 @@ EXPLAIN_S = 10.0
 """Seconds after which a report asks no further question."""
 NODES_S = 1.0
 """Of these, after which it asks no further one about nodes."""
+NODES_PAIRS = 2000
+"""State pairs up to which a program is asked of nodes: built and solved in less than a second."""
 LIMITS = ("memory_limit_bytes", "amplification_limit", "time_limit_s")
 """Limits of which a closest plan can be told, in the order in which they are blamed."""
 DEVICE_LIMITS = ("unit_amplification_limit", "amplification_limit", "time_limit_s")
@@ -227,9 +229,9 @@ def _smaller_batch(problem: Problem, evidence: Evidence, deadline: float) -> Rel
 
 def more_nodes(problem: Problem, evidence: Evidence, deadline: float) -> Enlargement | None:
     """The fewest whole nodes like the first with which a plan keeps all limits, while with one node
-    fewer there is none; what is enough where the deadline leaves that open. None where nothing was
-    found, or the cluster says nothing of links between nodes."""
-    # A number that is enough for the heuristic by doubling, then by halving what lies between.
+    fewer there is none; what is enough where the time or the size of a program leaves that open.
+    None where nothing was found, or the cluster says nothing of links between nodes."""
+    # By doubling up to a number that is enough, then by halving what lies between.
     cluster, deadline = problem.cluster, min(deadline, time.perf_counter() + NODES_S)
     if cluster.level("inter") is None:
         return None
@@ -237,18 +239,19 @@ def more_nodes(problem: Problem, evidence: Evidence, deadline: float) -> Enlarge
     each = len(node.devices)
     low = max(cluster.world_size // each, 1)
     most = min(MOST_RANKS, problem.goal.batch) // each
-    high = 2 * low
-    while high <= most and not feasible(_on_nodes(problem, high)):
-        high = 2 * high if time.perf_counter() < deadline else most + 1
-    if high > most:
+    high, known, found = 2 * low, True, False
+    while high <= most and time.perf_counter() < deadline and not found:
+        enough = _enough(_on_nodes(problem, high), evidence, deadline)
+        known = known and enough is not None
+        low, high, found = (low, high, True) if enough else (high, 2 * high, False)
+    if not found:
         return None
-    while high - low > 1:
+    while high - low > 1 and time.perf_counter() < deadline:
         middle = (low + high) // 2
         enough = _enough(_on_nodes(problem, middle), evidence, deadline)
-        if enough is None:
-            break
+        known = known and enough is not None
         low, high = (low, middle) if enough else (middle, high)
-    words = "" if high - low == 1 else ", which is enough"
+    words = "" if known and high - low == 1 else ", which is enough"
     sentence = f"use {high * each} ranks ({high} nodes like {node.name!r}){words}"
     return Enlargement(high * each, high, sentence)
 
@@ -259,12 +262,16 @@ def _on_nodes(problem: Problem, nodes: int) -> Problem:
 
 
 def _enough(larger: Problem, evidence: Evidence, deadline: float) -> bool | None:
-    """Whether a larger cluster has a plan; None where too little time is left to tell."""
-    program = evidence.proves and state_pairs(larger) <= INTEGER_PAIRS
+    """Whether a larger cluster has a plan; None where that was not found out."""
+    if feasible(larger):
+        return True
+    if not evidence.proves:
+        return False
     # A program is built and has its least time however little is left: not asked then.
-    if time.perf_counter() > deadline - (NODES_S / 2 if program else 0.0):
+    few = state_pairs(larger) <= NODES_PAIRS
+    if not few or time.perf_counter() > deadline - NODES_S / 2:
         return None
-    return feasible(larger) or (program and evidence.fits(larger, deadline))
+    return evidence.fits(larger, deadline)
 
 
 # -- sentences -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.headroom import check_optimizer_state, state_copies
-from meshwright.executor.optimizer.state import optimizer_for, optimizer_name
+from meshwright.executor.optimizer.kinds import optimizer_for, optimizer_name
 from meshwright.executor.synchronise import MicroBatchCheck
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.memory.unit_memory import MemoryModel

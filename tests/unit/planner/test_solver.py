@@ -135,12 +135,17 @@ def test_no_larger_cluster_is_named_when_time_is_up(problem):
     assert more_nodes(asked, Heuristic(), 0.0) is None
 
 
-def test_a_cluster_that_is_enough_is_named_when_time_is_up(problem, monkeypatch):
-    """Doubling has found one; there is no time for the nodes between."""
+def test_a_cluster_that_is_enough_is_named_where_fewer_nodes_stay_open(problem, monkeypatch):
+    """Doubling has found one; of the nodes between it is not known whether they are enough."""
     asked = Problem(problem.profile, cluster(2), limited(problem, memory_limit_bytes=10**7).goal)
     monkeypatch.setattr(infeasible, "NODES_S", 60.0)
     fewest = more_nodes(asked, Heuristic(), inf)
-    monkeypatch.setattr(infeasible, "_enough", lambda *_: None)
+    found_out = infeasible._enough
+    monkeypatch.setattr(
+        infeasible,
+        "_enough",
+        lambda larger, *how: found_out(larger, *how) if larger.cluster.world_size == 32 else None,
+    )
     more = more_nodes(asked, Heuristic(), inf)
     assert (fewest.ranks, more.ranks) == (24, 32)
     assert more.sentence == "use 32 ranks (32 nodes like 'n0'), which is enough"
