@@ -314,7 +314,7 @@ def _least(
 
 def _run(program: Program, deadline: float) -> Solved:
     left_s = max(deadline - time.perf_counter(), LAST_S)
-    return run(program.problem, left_s, Interruption())
+    return run(program.problem, left_s, Interruption(), heuristics=False)
 
 
 def _with_goal(problem: Problem, model: CostModel, goal: Goal) -> CostModel:

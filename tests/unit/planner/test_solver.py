@@ -240,7 +240,9 @@ def test_a_refusal_of_vgg16_needs_no_search_and_few_programs(monkeypatch):
     solves, programs = [], []
     whole, solved = IntegerSolver.solve, integer.run
     monkeypatch.setattr(IntegerSolver, "solve", lambda *args: solves.append(args) or whole(*args))
-    monkeypatch.setattr(integer, "run", lambda *args: programs.append(args) or solved(*args))
+    monkeypatch.setattr(
+        integer, "run", lambda *args, **how: programs.append(args) or solved(*args, **how)
+    )
     links = mw.describe_cluster(device="a100-sxm-40gb", nodes=8, inter_gbit_s=1.0)
     goal = Goal(batch=256, memory_limit_bytes=300 * 2**20)
     start = time.process_time()
