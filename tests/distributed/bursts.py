@@ -11,7 +11,7 @@ import torch
 from burst_models import build, draw
 from burst_trials import Clip, Counts, Trial, piece_counts, pieces_of, samples_at
 from meshwright.executor.apply import apply
-from meshwright.executor.launch.verify import LOSS, STATE, Yardstick
+from meshwright.executor.launch.yardstick import LOSS, STATE, Yardstick
 from meshwright.executor.micro import micro_batches
 from meshwright.executor.parallel import full_optimizer_state_dict, full_state_dict, run_of
 from meshwright.models.units.discover import Discovery

@@ -15,7 +15,8 @@ import pytest
 import torch
 from meshwright.executor.launch import verify as verification
 from meshwright.executor.launch.train import run_steps
-from meshwright.executor.launch.verify import LOSS, STATE, Yardstick, deviations, verify_on_ranks
+from meshwright.executor.launch.verify import verify_on_ranks
+from meshwright.executor.launch.yardstick import LOSS, STATE, Yardstick, deviations
 from meshwright.executor.parallel import is_parallel
 from meshwright.models.units.discover import discover
 from meshwright.models.zoo import build

@@ -9,7 +9,7 @@ from meshwright.executor.launch.attribution import (
     mixing_cause,
     restless_module,
 )
-from meshwright.executor.launch.verify import STATE
+from meshwright.executor.launch.yardstick import STATE
 from torch import nn
 from torch.nn import functional as F
 

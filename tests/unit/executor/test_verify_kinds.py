@@ -2,7 +2,8 @@
 
 import msgspec
 import pytest
-from meshwright.executor.launch.verify import Deviation, Verification, _kinds
+from meshwright.executor.launch.verify import Verification, _kinds
+from meshwright.executor.launch.yardstick import Deviation
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.evaluate import make_plan

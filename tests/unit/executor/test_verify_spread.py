@@ -4,14 +4,8 @@ import sys
 
 import pytest
 import torch
-from meshwright.executor.launch.verify import (
-    MOST_SPREAD,
-    Deviation,
-    Yardstick,
-    _most_spread,
-    _within_spread,
-    deviations,
-)
+from meshwright.executor.launch.verify import MOST_SPREAD, _most_spread, _within_spread
+from meshwright.executor.launch.yardstick import Deviation, Yardstick, deviations
 
 ALLOWED = Yardstick(1e-9, 1e-10)
 
