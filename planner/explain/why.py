@@ -32,7 +32,7 @@ from ..schema.options import Decisions, Option
 from ..schema.plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, ScheduleName
 from ..schema.profile import ModelProfile
 from ..schema.record import Bytes, Index, Record, Seconds
-from ..simulate.events import Simulation, gaps
+from ..simulate.events import gaps
 from ..simulate.schedule import COMPUTE
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
 from ..solve.heuristic.space import OptionSpace, ScoredDecisions
@@ -213,7 +213,7 @@ def explain(
         step_s=done.prediction.step_s,
         slowed_s=done.prediction.step_s * plan.goal.slowdown,
         baseline_s=plan.baseline.step_s,
-        bound_by=largest_part(done.simulation)[0],
+        bound_by=largest_part(done)[0],
         term=term_of(done, schedule),
         limits=limit_uses(done),
         binding=tuple(_binding(done, units)),
@@ -263,7 +263,7 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
     simulated as it is, and once more with the faster link."""
     model, decisions = CostModel.of_plan(plan, profile, cluster), decisions_of(plan)
     done = evaluation(model, decisions, schedule=plan.schedule)
-    part, part_s = largest_part(done.simulation)
+    part, part_s = largest_part(done)
     recomputed = (unit.forward_s for unit in plan.units if unit.memory == "recompute")
     found = StepBottleneck(
         part, part_s, done.prediction.step_s, sum(recomputed) * plan.micro_batches,
@@ -405,14 +405,17 @@ def _broken(done: Evaluation) -> tuple[str, ...]:
     return over if pinned else (*over, "pins")
 
 
-def largest_part(simulation: Simulation) -> tuple[Part, float]:
-    """What a step takes longest for, and how long."""
-    parts: dict[Part, float] = {
-        "compute": simulation.compute_s,
-        "blocking": simulation.blocking_s,
-        "exchange": simulation.exposed_s,
+def largest_part(done: Evaluation) -> tuple[Part, float]:
+    """What a step takes longest for on the slowest rank, and how long that is predicted to take on
+    a median rank, which waits for that one besides."""
+    slowest, median = done.simulation, done.prediction
+    parts: dict[Part, tuple[float, float]] = {
+        "compute": (slowest.compute_s, median.compute_s),
+        "blocking": (slowest.blocking_s, median.blocking_s),
+        "exchange": (slowest.exposed_s, median.exposed_s),
     }
-    return max(parts.items(), key=lambda part: part[1])
+    part = max(parts, key=lambda name: parts[name][0])
+    return part, parts[part][1]
 
 
 def exposures(done: Evaluation) -> Iterator[Exposure]:

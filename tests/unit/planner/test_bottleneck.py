@@ -69,6 +69,15 @@ def test_a_fast_link_leaves_computing(profile):
     assert bound_sentence(found).endswith("more or faster devices shorten it.")
 
 
+def test_its_seconds_are_those_of_the_prediction(profile):
+    """A median rank computes less than the slowest, and waits for it."""
+    uneven, links = msgspec.structs.replace(profile, spread=0.1), cluster(10_000)
+    plan = make_plan(uneven, links, Goal(batch=512))
+    found = bottleneck(plan, uneven, links)
+    assert plan.prediction.waiting_s > 0
+    assert (found.part, found.part_s) == ("compute", plan.prediction.compute_s)
+
+
 def test_one_device_waits_for_nothing(profile):
     device = Device(name="a100", memory_bytes=80 * 2**30)
     alone = Cluster(name="one", nodes=(Node(name="host", devices=(device,)),), levels=())
