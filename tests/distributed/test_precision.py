@@ -190,4 +190,5 @@ def peak_error(rank: int, name: str, kind: str, precision: Precision) -> float:
 )
 def test_peak_is_predicted(ranks, name, kind, precision):
     errors = ranks(WORLD)(peak_error, name, kind, precision, limit_s=100)
+    print(f"{name}, {kind}, {precision}: {errors[0]:+.2%}")  # for docs/results/memory.md
     assert abs(errors[0]) <= 0.05
