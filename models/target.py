@@ -20,6 +20,7 @@ from .compiled import eagerly, uncompiled, unwrapped
 from .failing import in_module
 from .precision import measured_in
 from .replay import preserved
+from .trial_sizes import SIZES, first_taken
 from .units.batch_dims import located, with_dims
 from .workload import Batch, Workload
 from .zoo import build, is_known
@@ -30,10 +31,6 @@ HOW = (
     "give a workload's name, path/to/file.py:factory or package.module:factory, where the factory "
     "takes no argument and returns a Workload"
 )
-
-
-# Sizes of batches at which a model is tried out, as discovery does: it may refuse some.
-SIZES = (2, 4, 8)
 
 
 class NoFileError(InputError):
@@ -180,14 +177,7 @@ def own_batch(chosen: Workload, size: int) -> Batch:
 def check_batches(chosen: Workload) -> None:
     """``InputError`` where ``make_batch`` makes none of ``SIZES``, or something that is no batch of
     the size that it is asked for."""
-    errors = []
-    for size in SIZES:
-        try:
-            own_batch(chosen, size)
-            return
-        except RefusedError as error:
-            errors.append(error)
-    raise errors[0]
+    first_taken(SIZES, lambda size: own_batch(chosen, size), RefusedError)
 
 
 @contextmanager
@@ -211,18 +201,11 @@ def try_out(chosen: Workload, device: torch.device | str = "cpu") -> int:
     Raises ``InputError`` with the error at the first of them where they take none; random state,
     buffers and training mode are left as they were.
     """
-    errors = []
     with trial(chosen) as run:
-        for size in SIZES:
-            try:
-                _try_size(chosen, run, size, device)
-                return size
-            except RefusedError as error:
-                errors.append(error)
-    raise errors[0]
+        return first_taken(SIZES, lambda size: _try_size(chosen, run, size, device), RefusedError)
 
 
-def _try_size(chosen: Workload, run: Workload, size: int, device: torch.device | str) -> None:
+def _try_size(chosen: Workload, run: Workload, size: int, device: torch.device | str) -> int:
     own_batch(chosen, size)
     try:
         batch = run.make_batch(size).to(device)
@@ -239,6 +222,7 @@ def _try_size(chosen: Workload, run: Workload, size: int, device: torch.device |
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(f"the loss of {chosen.name!r} gave {what}, expected one number (a mean)")
+    return size
 
 
 def from_model(

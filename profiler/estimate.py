@@ -28,6 +28,7 @@ from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
 from ..models.target import check_batches
+from ..models.trial_sizes import first_taken
 from ..models.units.chance import every_layer
 from ..models.units.discover import Discovery, discovered
 from ..models.workload import Workload, device_of
@@ -135,13 +136,9 @@ def _steps(
 ) -> tuple[tuple[int, int], list[OperationLog]]:
     """The first two of ``FOOTPRINT_SIZES`` that model and loss take, with what a step of each
     runs."""
-    errors = []
-    for sizes in FOOTPRINT_SIZES:
-        try:
-            return sizes, [_step(workload, units, size) for size in sizes]
-        except Exception as error:  # the model's own, or the loss's
-            errors.append(error)
-    raise errors[0]
+    return first_taken(
+        FOOTPRINT_SIZES, lambda sizes: (sizes, [_step(workload, units, size) for size in sizes])
+    )
 
 
 def _step(workload: Workload, units: Sequence[UnitSpec], size: int) -> OperationLog:

@@ -16,7 +16,7 @@ from ..models.precision import measured_in
 from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
 from ..models.splits.leaves import BATCH_NORMS
-from ..models.target import SIZES
+from ..models.trial_sizes import SIZES, first_taken
 from ..models.units.chance import every_layer
 from ..models.units.discover import Discovery, discovered
 from ..models.workload import Batch, Workload
@@ -181,18 +181,17 @@ def _fitting(
 def _small_step(job: _Job, found: Discovery, smallest: int) -> tuple[int, float, float]:
     """The size, bytes and seconds of a step on a few samples."""
     model, loss = job.workload.model, job.workload.loss
-    errors = []
-    for size in (s for s in SIZES if s >= smallest):
+
+    def of(size: int) -> tuple[int, float, float]:
         try:
             batch = job.batch(size)
             footprint = measure_footprint(model, found.units, batch, loss, job.device)
             model.zero_grad()
             return size, footprint.total, plain_step(model, batch, loss, job.device)
-        except Exception as error:  # the model's own, or the loss's
-            errors.append(error)
         finally:
             model.zero_grad()
-    raise errors[0]
+
+    return first_taken((s for s in SIZES if s >= smallest), of)
 
 
 def _measure(

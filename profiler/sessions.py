@@ -31,7 +31,8 @@ from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
 from ..models.compiled import described, uncompiled
 from ..models.precision import surrounding_precision
-from ..models.target import SIZES, try_out, workload
+from ..models.target import try_out, workload
+from ..models.trial_sizes import SIZES, first_taken
 from ..models.units.discover import settings
 from ..models.units.storages import tensors_in
 from ..models.workload import Batch, Workload
@@ -199,13 +200,7 @@ def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torc
 
 def _smallest(workload: Workload) -> Batch:
     """A batch of one sample, or of the fewest that make_batch makes."""
-    errors = []
-    for size in (1, *SIZES):
-        try:
-            return workload.make_batch(size)
-        except Exception as error:  # a function of the user's
-            errors.append(error)
-    raise errors[0]
+    return first_taken((1, *SIZES), workload.make_batch)
 
 
 def _digest(*parts: object) -> str:

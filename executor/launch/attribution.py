@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...models.replay import fix_statistics, preserved
-from ...models.target import SIZES, default_loss, trial
+from ...models.target import default_loss, trial
+from ...models.trial_sizes import SIZES
 from ...models.units.storages import tensors_in
 from ...models.workload import Batch, Workload, device_of
 from ...planner.schema.errors import InputError

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..compiled import eagerly, uncompiled
 from ..replay import preserved
+from ..trial_sizes import SEVERAL
 from ..workload import Batch, Workload, device_of
 from .storages import tensors_in
 
@@ -28,8 +29,6 @@ from .storages import tensors_in
 MakeBatch = Callable[[int], Batch]
 Dims = tuple[int | None, ...]
 
-# Batches to look at, the third where two leave a doubt. Some workloads draw even sizes only.
-_SIZES = ((2, 3, 5), (2, 4, 6), (4, 8, 12))
 # What rounding may do to the same sample in another batch, in parts of the largest output: so much,
 # or so many units in the last place of coarse types.
 _ROUNDING, _LAST_PLACES = 1e-3, 4
@@ -77,7 +76,7 @@ class LocatedBatches:
         return batch
 
     def _find(self, batch: Batch) -> Dims | None:
-        for sizes in _SIZES:
+        for sizes in SEVERAL:
             # A workload may refuse a size.
             with suppress(Exception), torch.random.fork_rng(devices=[]):
                 drawn = [self._make_batch(size).tensors() for size in sizes[:2]]

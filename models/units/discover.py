@@ -20,6 +20,7 @@ from ..spec import SplitSpec, UnitSpec
 from ..splits import find_splits, guessed
 from ..splits.check import is_equivalent
 from ..splits.leaves import BATCH_NORMS
+from ..trial_sizes import SEVERAL, first_taken
 from ..workload import Batch
 from . import stays_whole
 from .batch_dims import sample_dim
@@ -48,9 +49,6 @@ from .trace import Trace, record
 # branch taken for other inputs) is not known.
 
 _TRIED_SAMPLES = 2
-# Batches to find units with. None of one sample: where normalisation sees one pixel it has no
-# statistics. Even ones for losses over pairs.
-_SIZES = ((2, 3), (2, 4), (4, 8))
 _BLOCKS = ("attention", "mlp", "experts")
 
 
@@ -151,16 +149,14 @@ def _as_one(
 def discovered(model: nn.Module, make_batch: Callable[[int], Batch]) -> tuple[Discovery, Batch]:
     """``discover`` on batches of the first two sizes that the model takes, and the first of the
     batches."""
-    errors = []
-    for size, other in _SIZES:
-        try:
-            batch = make_batch(size)
-            found = discover(model, batch, make_batch(other))
-            _tell_mixed(found)
-            return found, batch
-        except Exception as error:  # of make_batch, or the model's own
-            errors.append(error)
-    raise errors[0]
+
+    def of(sizes: tuple[int, ...]) -> tuple[Discovery, Batch]:
+        batch = make_batch(sizes[0])
+        found = discover(model, batch, make_batch(sizes[1]))
+        _tell_mixed(found)
+        return found, batch
+
+    return first_taken(SEVERAL, of)
 
 
 def _tell_mixed(found: Discovery) -> None:

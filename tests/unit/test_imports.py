@@ -18,6 +18,7 @@ ORDER = (
     "planner/multiplex",
     "planner",
     "models/failing",
+    "models/trial_sizes",
     "models/workload",
     "models/compiled",
     "models/meta_autocast",
