@@ -86,3 +86,10 @@ def test_the_innermost_module_is_named():
     assert not raised_outside(caught.value, ("torch.nn",))
     with pytest.raises(mw.InputError, match=r"own batch of 2 in module '0\.2': RuntimeError"):
         record(model, make_batch(2))
+
+
+def test_the_line_is_named_where_the_code_is_the_users():
+    line = Fours.forward.__code__.co_firstlineno + 2
+    where = rf"in module '1' \(test_failing\.py, line {line}\): ValueError: 2 is no multiple"
+    with pytest.raises(mw.InputError, match=where):
+        record(of(Fours()).model, make_batch(2))
