@@ -33,7 +33,7 @@ from .select import (
     parameters_used_outside,
     select_units,
 )
-from .stays_whole import why_not_finer, why_not_plain
+from .stays_whole import why_no_split, why_not_finer, why_not_plain
 from .trace import Trace, record
 
 # [Note: How units are found]
@@ -290,6 +290,8 @@ def _specs(
         reason = why_not_finer(model, traces[0], unit) if unit.kind not in _BLOCKS else ""
         if splits and not fitting:
             reason = reason or obstacle or stays_whole.FEATURES
+        if not splits:
+            reason = reason or why_no_split(model, unit)
         norms = any(isinstance(inner, BATCH_NORMS) for m in modules for inner in m.modules())
         found[unit.name] = UnitSpec(
             unit.name, unit.kind, unit.modules, **_batched_fields(batched or {}), splits=fitting,

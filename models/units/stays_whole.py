@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..splits.leaves import is_norm
 from .kept import kept_results
 from .select import (
     TracedUnit,
@@ -56,6 +57,10 @@ NOT_SHOWN = (
 )
 FEWER = "a forward on fewer samples leaves it out, so that no division could be tried"
 
+# Of units with less than this share of a model's parameters it is not said that no way to divide
+# them is known: norms and the like, where nothing would be gained.
+SMALL = 0.01
+
 # Followed by where, and by the error.
 NOT_FOUND = "looking for finer units failed (the model itself runs)"
 
@@ -84,6 +89,19 @@ def why_not_finer(model: nn.Module, trace: Trace, unit: TracedUnit) -> str:
     return (
         f"its own code uses {share:.0%} of its parameters, {_inside(name, largest)!r} first: put "
         "these in a module with a forward of its own"
+    )
+
+
+def why_no_split(model: nn.Module, unit: TracedUnit) -> str:
+    """What is said of a unit of which no recipe knows how to divide it; empty where it is small."""
+    modules = [model.get_submodule(name) for name in unit.modules]
+    own = sum(p.nbytes for module in modules for p in module.parameters())
+    if own < SMALL * sum(p.nbytes for p in model.parameters()) or all(map(is_norm, modules)):
+        return ""
+    largest = max(modules, key=lambda module: sum(p.nbytes for p in module.parameters()))
+    return (
+        f"no way to divide a module of class {type(largest).__name__} is known: make it of torch's "
+        "own linear layers, convolutions and embeddings"
     )
 
 
