@@ -7,9 +7,10 @@ the same samples; what they add up are partial sums, reduced once at the end of 
 gradient of the router is then a sum over the members, as that of all parameters that are not cut.
 
 Experts are modules that look like MLPs, in a list, or one module that has the weights of all of
-them, the expert in dimension 0, as transformers and others store them for grouped products. That a
-block that looks so works so is checked numerically (see [Note: Splits are proved] in
-models/splits/check.py).
+them, the expert in dimension 0, as transformers and others store them for grouped products. A gate
+and a product that are packed are taken to follow one another, but to alternate where they have
+biases (gpt-oss has them so). That a block that looks so works so is checked numerically (see [Note:
+Splits are proved] in models/splits/check.py).
 """
 
 from collections.abc import Iterator
@@ -44,11 +45,13 @@ _WIDTHS = (
 
 
 class _Cut(NamedTuple):
-    """The cuts of one module inside the block, its inner features and its outputs."""
+    """The cuts of one module inside the block, its inner features and its outputs, and whether
+    members may have different numbers of features."""
 
     cuts: tuple[ParameterCut, ...]
     inner: int
     outputs: int
+    uneven: bool = True
 
 
 class ExpertsRecipe:
@@ -62,7 +65,8 @@ class ExpertsRecipe:
         if len(outputs) != 1:
             return []
         cuts = tuple(cut for one in found for cut in one.cuts)
-        return [SplitSpec("pair", min(f.inner for f in found), True, outputs.pop(), -1, cuts)]
+        inner, uneven = min(f.inner for f in found), all(f.uneven for f in found)
+        return [SplitSpec("pair", inner, uneven, outputs.pop(), -1, cuts)]
 
     def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
         (module,) = modules.values()
@@ -72,6 +76,7 @@ class ExpertsRecipe:
                     sync_width(inner.get_submodule(name))
             if (shape := _stacked(inner)) is not None:
                 _narrow(inner, shape, member)
+                _share_bias(inner, f"{shape.out}_bias", member.degree)
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -109,9 +114,10 @@ def _cuts(root: str, module: nn.Module) -> Iterator[_Cut]:
 
 class _Stacked(NamedTuple):
     """Where the inner features are in the weights of all experts: dimensions, and how many blocks
-    are packed in those by columns (a gate's and a product's)."""
+    are packed in those by columns (a gate's and a product's); the biases of these."""
 
     ins: tuple[str, ...]
+    biases: tuple[str, ...]
     out: str
     in_dim: int
     out_dim: int
@@ -120,24 +126,48 @@ class _Stacked(NamedTuple):
     outputs: int
 
     def cut(self, name: str) -> _Cut:
-        cuts = [ParameterCut(qualified(name, n), self.in_dim, self.blocks) for n in self.ins]
+        interleaved = self.blocks > 1 and bool(self.biases)
+        blocks = 1 if interleaved else self.blocks
+        cuts = [ParameterCut(qualified(name, n), self.in_dim, blocks) for n in self.ins]
+        cuts += [ParameterCut(qualified(name, n), 1, blocks) for n in self.biases]
         cuts.append(ParameterCut(qualified(name, self.out), self.out_dim))
-        return _Cut(tuple(cuts), self.inner, self.outputs)
+        # A feature's gate and product stay together only where all members have equally many.
+        return _Cut(tuple(cuts), self.inner, self.outputs, not interleaved)
 
 
 def _stacked(module: nn.Module) -> _Stacked | None:
-    """The weights of all experts, where the module has those and no other parameters."""
+    """The weights of all experts, where the module has those, perhaps their biases, and no other
+    parameters."""
     own = dict(module.named_parameters(recurse=False))
     for ins, out in _STACKED:
-        if {*ins, out} != set(own) or any(p.ndim != 3 for p in own.values()):
+        biases = {f"{name}_bias" for name in (*ins, out)} & set(own)
+        ranks = {name: 2 if name in biases else 3 for name in (*ins, out, *biases)}
+        if {name: p.ndim for name, p in own.items()} != ranks:
             continue
         # As a linear layer has them, [expert, out, in], or the other way round; a packed one first.
         # Where nothing is packed both may fit the shapes: then it is taken for the usual one.
         for (cut, kept), blocks in product(((1, 2), (2, 1)), (2, 1) if len(ins) == 1 else (1,)):
             inner, outputs = own[out].shape[kept], own[out].shape[cut]
             if own[ins[0]].shape[cut] == blocks * inner and own[ins[0]].shape[kept] == outputs:
-                return _Stacked(ins, out, cut, kept, blocks, inner, outputs)
+                by_columns = tuple(sorted(biases - {f"{out}_bias"}))
+                return _Stacked(ins, by_columns, out, cut, kept, blocks, inner, outputs)
     return None
+
+
+def _share_bias(module: nn.Module, name: str, degree: int) -> None:
+    """Lets every member add its share of the bias that follows the sum, if there is one."""
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # An attribute of the instance is found before a parameter of that name.
+        vars(module)[name] = module.get_parameter(name) / degree
+        try:
+            return original(*args, **kwargs)
+        finally:
+            del vars(module)[name]
+
+    if name in dict(module.named_parameters(recurse=False)):
+        module.forward = forward
 
 
 def _narrow(module: nn.Module, part: _Stacked, member: GroupMember) -> None:

@@ -46,6 +46,29 @@ class Stacked(nn.Module):
         return total
 
 
+class Biased(nn.Module):
+    """Experts with biases; of each inner feature the gate and the product are side by side, or in
+    two ``halves``."""
+
+    def __init__(self, *, halves: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * INNER))
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(EXPERTS, 2 * INNER))
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
+        self.down_proj_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+        self.halves = halves
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            rows, place = torch.where(chosen == expert)
+            packed = x[rows] @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
+            gate, up = packed.chunk(2, -1) if self.halves else (packed[..., ::2], packed[..., 1::2])
+            made = (F.silu(gate) * up) @ self.down_proj[expert] + self.down_proj_bias[expert]
+            total = total.index_add(0, rows, (made * weights[rows, place, None]).to(total.dtype))
+        return total
+
+
 class Expert(nn.Module):
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
@@ -119,6 +142,20 @@ def test_stacked_experts_are_one_unit_that_divides(transposed, gated, shared):
     assert cut["block.experts.down_proj"] == (by_rows, 1)
     assert "block.router.weight" not in cut
     assert ("block.shared_expert.up.weight" in cut) == shared
+
+
+def test_experts_with_biases_are_divided_in_whole_features():
+    (split,) = found(Block(Biased()))["block"].splits
+    assert (split.style, split.parts, split.uneven) == ("pair", INNER, False)
+    cut = {c.name.removeprefix("block.experts."): (c.dim, c.blocks) for c in split.cuts}
+    # The last bias is whole: each member adds its share of it.
+    assert cut == {"gate_up_proj": (2, 1), "gate_up_proj_bias": (1, 1), "down_proj": (1, 1)}
+
+
+def test_experts_with_biases_in_another_order_stay_whole():
+    assert not any(
+        u.splits for u in found(Block(Biased(halves=True))).values() if "block" in u.name
+    )
 
 
 def test_a_list_of_experts_is_divided_in_each_of_them():
