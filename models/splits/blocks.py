@@ -59,6 +59,8 @@ _HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_heads", "head
 _HEAD_SIZES = ("head_dim", "attention_head_size")
 # Attributes that hold the count of heads times their size.
 _WIDTHS = ("split_size", "all_head_size")
+# Parameters with a number for each head: the logit to which attention may go instead of to a token.
+_OF_HEADS = ("sinks",)
 
 
 def _names_of(module: nn.Module) -> Names | None:
@@ -100,6 +102,7 @@ class AttentionRecipe:
         if names is None or heads < 2 or rest:
             return []
         cuts = pair_cuts(root, module, names.ins, names.out, names.blocks)
+        cuts = (*cuts, *cuts_of(root, module, dict.fromkeys(_OF_HEADS, 0)))
         if names.out is None:
             width = features_of(module.get_submodule(names.ins[0]))[1]
             return [SplitSpec("column", heads, False, width, -1, cuts)]

@@ -221,6 +221,25 @@ class GroupedQueries(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2)), mixed
 
 
+class WithSinks(GroupedQueries):
+    """Each head may attend to nothing, with a logit of its own, as in gpt-oss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(self.num_heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        logits = q @ k.mT
+        to_none = self.sinks.view(-1, 1, 1).expand(len(x), -1, q.shape[2], 1)
+        shares = torch.cat([logits, to_none], -1).softmax(-1)[..., :-1]
+        return self.o_proj((shares @ v).transpose(1, 2).flatten(2))
+
+
 class Gated(nn.Module):
     """The product of two linear layers, one activated, into a third."""
 
@@ -241,6 +260,14 @@ def test_fewer_keys_than_queries_limit_the_degree() -> None:
     compare(model, ["0"], spec, UnitCall((x,), {}), 2)
     with pytest.raises(InputError, match="2 parts, which 3 members cannot share"):
         apply_split(model, ["0"], spec, 3, 0, lambda partial: partial)
+
+
+def test_logits_of_heads_are_cut_with_them() -> None:
+    model = randomised(nn.Sequential(WithSinks()))
+    spec = split_of(model, ["0"], "pair")
+    assert ("0.sinks", 0) in [(cut.name, cut.dim) for cut in spec.cuts]
+    x = torch.randn(4, 5, 8, dtype=torch.double, requires_grad=True)
+    compare(model, ["0"], spec, UnitCall((x,), {}), 2)
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
