@@ -26,6 +26,7 @@ from ..option_table import OptionTable
 from .dynamic import minimise, order_of
 from .judging import IDLE, INFINITE, JudgedPlan, Limits, PlanJudge
 from .restricted_program import RestrictedProgram
+from .returned_gradients import ReturnedGradients
 
 # Price of going over a limit by all of it, in steps.
 PENALTY = 50.0
@@ -107,6 +108,7 @@ class Lagrangian:
         self.order = order_of(sizes, ends)
         self._ties = [(t.source, t.target, np.where(t.agree, 0.0, np.inf)) for t in table.ties]
         self._edge_prices = EdgePrices(table)
+        self._returned = ReturnedGradients(table)
 
     def cheapest(self, weights: Weights) -> tuple[Numbers, float]:
         """The cheapest plan for the weights, and the bound that it proves."""
@@ -115,16 +117,24 @@ class Lagrangian:
         priced = [
             (u.memory.priced(p), u.exchange.priced(p)) for u, p in zip(units, price, strict=True)
         ]
-        edges = [
-            (edge.source, edge.target, self._edge_prices.of(e, price))
-            for e, edge in enumerate(self.table.edges)
-        ]
+        edges = [self._edge_prices.of(e, price) for e in range(len(self.table.edges))]
         least = [memory.min(axis=1) + exchange.min(axis=1) for memory, exchange in priced]
-        answer = minimise(self.order, least, [*edges, *self._ties])
+        returned = self._returned.priced(price, priced)
+        for one in returned:
+            # The unit's own price is in that of its edge.
+            edges[one.edge.number] = edges[one.edge.number] + one.price
+            least[one.edge.source] = np.zeros_like(least[one.edge.source])
+        ends = ((edge.source, edge.target) for edge in self.table.edges)
+        between = [(*pair, found) for pair, found in zip(ends, edges, strict=True)]
+        answer = minimise(self.order, least, [*between, *self._ties])
         numbers = [
             u.number(int(s), int(memory[s].argmin()), int(exchange[s].argmin()))
             for u, (memory, exchange), s in zip(units, priced, answer.states, strict=True)
         ]
+        for one in returned:
+            k, state, other = one.edge.source, *answer.states[[one.edge.source, one.edge.target]]
+            policies = divmod(int(one.pair[state, other]), len(units[k].exchange.policies))
+            numbers[k] = units[k].number(int(state), *policies)
         charge = weights.charge(self.limits, self.rows.timed)
         return np.array(numbers), answer.price - charge
 

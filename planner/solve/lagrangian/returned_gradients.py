@@ -1,0 +1,106 @@
+"""What the gradient of a unit's output takes as it comes back: where it can count, and its price.
+
+At a unit's backward the larger of two counts: what its own backward has, and the gradient of its
+output as a redistribution brings it back (``timeline.returned_bytes``). The first follows from the
+unit's policies, the second from the states at both ends of an edge: what the second has beyond the
+first can be priced at neither alone.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...memory.rows import OWN_BACKWARD, RETURNED, RETURNING, Matrix
+from ..figures import EDGE_FIGURES, Numbers, Reals
+from ..option_table import OptionTable, UnitTable
+
+_RETURNING = EDGE_FIGURES.index(RETURNING)
+PolicyPrices = tuple[Reals, Reals]
+"""The prices of a unit's memory policies and of its exchange policies, [state, policy]."""
+
+
+class ReturningEdge(NamedTuple):
+    """An edge over which a gradient that comes back may take more than its source's own backward
+    has: its number, its ends, and the bytes [source's state, target's state]."""
+
+    number: int
+    source: int
+    target: int
+    bytes: Reals
+
+
+class SourcePrice(NamedTuple):
+    """[source's state, target's state] of an edge: the price of its source together with what comes
+    back to it, and the number of the pair of policies (memory · exchange policies + exchange) that
+    the source has for it."""
+
+    edge: ReturningEdge
+    price: Reals
+    pair: Numbers
+
+
+def returning_edges(table: OptionTable) -> tuple[ReturningEdge, ...]:
+    """The edges over which the gradient's return can count, in their order."""
+    least = [_least_own_backward(unit) for unit in table.units]
+    every = (
+        ReturningEdge(e, edge.source, edge.target, edge.figures[_RETURNING])
+        for e, edge in enumerate(table.edges)
+    )
+    return tuple(one for one in every if (one.bytes > least[one.source][:, None]).any())
+
+
+def _least_own_backward(unit: UnitTable) -> Reals:
+    """[state] the least that the unit's own backward has there under any policies."""
+    memory, exchange = (
+        np.where(block.allowed, block.figures @ OWN_BACKWARD, np.inf).min(axis=1)
+        for block in (unit.memory, unit.exchange)
+    )
+    found: Reals = memory + exchange
+    return found
+
+
+# [Note: Prices of returning gradients]
+# Let a be an edge's source in state s with policies p, its target in state t, R(s, t) the bytes of
+# the gradient on its way back, o(s, p) those of a's own backward, and c(s, p) the price of all else
+# of a. With the weight μ on a's row of backward, unit a and this cost
+#     min over p of  c(s, p) + μ · max(R(s, t) - o(s, p), 0)
+# which depends on s and t alone: it joins the price of the edge, a itself is charged nothing, and
+# the least over all plans stays exact. Of several edges out of a the largest R counts. One of them
+# is charged here, whatever R it has: the bound stays one.
+class ReturnedGradients:
+    """The prices of units together with what comes back to them."""
+
+    def __init__(self, table: OptionTable) -> None:
+        self.units = table.units
+        largest: dict[int, ReturningEdge] = {}
+        for one in returning_edges(table):
+            best = largest.setdefault(one.source, one)
+            if one.bytes.max() > best.bytes.max():
+                largest[one.source] = one
+        self._charged = tuple(largest.values())
+
+    def priced(self, price: Matrix, policies: Sequence[PolicyPrices]) -> tuple[SourcePrice, ...]:
+        """For the units whose returning gradients have a weight at the prices [unit, figure]."""
+        return tuple(
+            self._priced(one, float(price[one.source, RETURNED]), policies[one.source])
+            for one in self._charged
+            if price[one.source, RETURNED] > 0
+        )
+
+    def _priced(self, one: ReturningEdge, weight: float, policies: PolicyPrices) -> SourcePrice:
+        unit = self.units[one.source]
+        own = _pairs(unit.memory.figures @ OWN_BACKWARD, unit.exchange.figures @ OWN_BACKWARD)
+        # Many of the target's states need the tensor in the same place.
+        sizes, place = np.unique(one.bytes, axis=1, return_inverse=True)
+        beyond = np.maximum(sizes[:, :, None] - own[:, None, :], 0.0)
+        price = _pairs(*policies)[:, None, :] + weight * beyond
+        best = price.argmin(axis=2)
+        least = np.take_along_axis(price, best[:, :, None], axis=2)[:, :, 0]
+        return SourcePrice(one, least[:, place], best[:, place])
+
+
+def _pairs(memory: Reals, exchange: Reals) -> Reals:
+    """[state, pair of policies] of [state, memory policy] and [state, exchange policy]: the sums."""
+    found: Reals = (memory[:, :, None] + exchange[:, None, :]).reshape(len(memory), -1)
+    return found
