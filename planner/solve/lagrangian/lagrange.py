@@ -390,7 +390,7 @@ class LagrangianSearch:
             return
         largest = [self.seen[i] for i in np.argsort(-mixture.shares)[:LARGEST]]
         prices = self.lagrangian.prices(self.centre)
-        program = RestrictedProgram(self.judge, self.best, largest, prices)
+        program = RestrictedProgram(self.judge, self.best, largest, prices, self.centre.tracks)
         most_s = RESTRICTED_S + RESTRICTED_UNIT_S * len(self.best.numbers)
         left_s = self.deadline - time.perf_counter()
         self._offer(program.run(max(min(left_s / 4, most_s), 0.01), self.enough))

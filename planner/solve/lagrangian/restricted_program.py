@@ -12,8 +12,9 @@ g(k) ≥ 0 in the rows of memory (``timeline.returned_bytes``; R are bytes on an
 
     g(k) ≥ Σ_{s,s'} R(e, s, s')·w(e, s, s') - Σ_o own(k, o)·x(k, o) for each edge e out of k
 
-Only the few rows that matter are in it; rows that turn out to be violated are added. It is solved
-to a share of a percent, and the plan is judged like any other. Redistributions that units share
+Only the few rows that matter are in it: those with the largest weights, without which its first
+solutions would break what the bound rests on, and those in which its plans are largest. Rows that
+turn out to be violated are added. It is solved to a share of a percent, and the plan is judged like any other. Redistributions that units share
 (``figures.SharedEdges``) count for each of them here.
 """
 
@@ -55,14 +56,20 @@ Equation = tuple[list[int], list[int], float]
 
 class RestrictedProgram:
     """The program for one plan; ``others`` are the plans that states and policies are taken from,
-    ``prices`` [unit, figure] those at which more are chosen.
+    ``prices`` [unit, figure] those at which more are chosen, and ``weights`` [track, unit] those of
+    the rows.
 
     Its variables are the ``policies`` (unit, number of an option), then the ``pairs`` (edge, its
     source's state, its target's), then of some units what is ``returned`` to them, as a share of
     the memory limit, then T."""
 
     def __init__(
-        self, judge: PlanJudge, plan: JudgedPlan, others: Sequence[JudgedPlan], prices: Matrix
+        self,
+        judge: PlanJudge,
+        plan: JudgedPlan,
+        others: Sequence[JudgedPlan],
+        prices: Matrix,
+        weights: Matrix,
     ) -> None:
         self.judge, self.plan = judge, plan
         table = judge.table
@@ -99,7 +106,12 @@ class RestrictedProgram:
         shares = np.zeros((len(self.returned), plan.figures.shape[1]))
         shares[:, RETURNED] = self.limit_bytes
         self.figures = np.concatenate([self.figures, shares])
-        self.rows: list[Row] = []
+        self.rows = [
+            _row(plan.figures, t, int(j))
+            for t, track in enumerate(weights)
+            for j in np.argsort(-track)[:TOGETHER]
+            if track[j] > 0
+        ]
 
     @property
     def limit_bytes(self) -> float:
@@ -140,9 +152,8 @@ class RestrictedProgram:
         waits = slice_waits(plan.figures)
         tracks[: len(waits)] += waits
         for t, track in enumerate(tracks):
-            for j in (*np.argsort(-track)[:TOGETHER], len(track) - 1):
-                unit = int(j)
-                rows.append((t, unit, _longest(plan.figures, t, unit) if t < len(waits) else -1))
+            largest = (*np.argsort(-track)[:TOGETHER], len(track) - 1)
+            rows += [_row(plan.figures, t, int(j)) for j in largest]
         rows += [(-1, total, -1) for total in range(len(plan.rows.totals))]
         self.rows = list(dict.fromkeys(rows))
         return len(self.rows) > known
@@ -189,11 +200,15 @@ class RestrictedProgram:
         return np.array(lines), np.array(upper)
 
     def _returned(self) -> Iterator[Vector]:
-        """At least 0 of each variable that says what is returned to a unit, one row for each of the
-        edges that it may be returned over."""
+        """What holds up the variables of what is returned to units whose backward is among the
+        rows: one row for each edge."""
         first = len(self.policies) + len(self.pairs)
+        backward = self.judge.rows.memory_track("backward")
+        there = {unit for track, unit, _ in self.rows if track == backward}
         for e, pairs in self.returning.items():
             k, line = self.judge.table.edges[e].source, np.zeros(len(self.unit_of))
+            if k not in there:
+                continue
             line[pairs] = self.figures[pairs, RETURNING]
             mine = [i for state in self.states_of[k] for i in self.states[k, state]]
             line[mine] = -self.own_backward[mine]
@@ -269,10 +284,12 @@ class RestrictedProgram:
         return numbers
 
 
-def _longest(figures: Matrix, track: int, j: int) -> int:
-    """The unit after ``j`` with the longest slice on a link, -1 where none has any."""
+def _row(figures: Matrix, track: int, j: int) -> Row:
+    """The row of a track and a unit, with the unit after it that has the longest slice on a link."""
+    if track >= len(SLICES):
+        return track, j, -1
     later = figures[j + 1 :, SLICES[track]]
-    return j + 1 + int(later.argmax()) if later.any() else -1
+    return track, j, j + 1 + int(later.argmax()) if later.any() else -1
 
 
 def _cheap(unit: UnitTable, state: int, price: Vector) -> list[int]:
