@@ -10,6 +10,7 @@ from meshwright.planner.memory.rows import (
     ENTRY,
     KEPT_INPUT,
     RECEIVED,
+    RETURNED,
     RETURNING,
     slice_waits,
     values,
@@ -17,7 +18,9 @@ from meshwright.planner.memory.rows import (
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.lagrangian.dynamic import minimise, order_of
-from meshwright.planner.solve.lagrangian.lagrange import LagrangianSearch
+from meshwright.planner.solve.lagrangian.judging import IDLE, PlanJudge
+from meshwright.planner.solve.lagrangian.lagrange import LagrangianSearch, Weights
+from meshwright.planner.solve.lagrangian.restricted_program import RestrictedProgram
 from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of
 
 from tests import brute, problems
@@ -118,6 +121,77 @@ def test_price_of_every_plan_is_at_least_the_bound_of_the_weights(seed):
             chosen = choice(model, table.choose(numbers), made.schedule)
             if chosen.feasible and not search.judge.judged(numbers).score.over:
                 assert chosen.objective_s >= outcome.bound * (1 - 1e-9)
+
+
+def random_weights(lagrangian, rng):
+    """Of all rows, those of bytes once for a limit worth little and once for one worth much."""
+    rows, limits = lagrangian.rows, lagrangian.limits
+    tracks = rng.random((len(rows.before), len(lagrangian.table.units)))
+    tracks[rows.timed :] *= rng.choice([1, 10, 100]) / limits.memory_bytes
+    return Weights(tracks, np.array([rng.random(), 0.0, 0.0]))
+
+
+def weighted(lagrangian, weights, numbers):
+    """A plan's rows at the weights, less what keeping to the limits is worth."""
+    figures, limits = lagrangian.table.plan_figures(numbers), lagrangian.limits
+    found = values(lagrangian.rows, figures)
+    total = (weights.tracks * found.tracks).sum() + (weights.totals * found.totals).sum()
+    idle = figures[:, IDLE].sum() * limits.economical
+    return total - weights.charge(limits, lagrangian.rows.timed) - idle
+
+
+@pytest.mark.parametrize("seed", range(4300, 4340))
+def test_no_plan_is_below_the_least_for_random_weights_and_on_chains_one_is_at_it(seed):
+    rng = np.random.default_rng(seed)
+    for _, model, lagrangian in lagrangians(seed):
+        weights = random_weights(lagrangian, rng)
+        numbers, bound = lagrangian.cheapest(weights)
+        every = [[rng.choice(u.numbers()) for u in lagrangian.table.units] for _ in range(30)]
+        least = min(weighted(lagrangian, weights, np.array(one)) for one in [numbers, *every])
+        assert bound <= least + 1e-9 * abs(least)
+        # Where a unit has several edges, only one of them is charged for some of the bytes.
+        if all(len(edges) <= 1 for edges in (*model.edges_into, *model.edges_from)):
+            assert weighted(lagrangian, weights, numbers) == pytest.approx(bound, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4300, 4330))
+def test_rows_of_the_restricted_program_are_those_of_its_plans(seed):
+    """Of bytes at backward, as they alone have a variable of their own."""
+    rng = np.random.default_rng(seed)
+    for _, model, lagrangian in lagrangians(seed):
+        if any(model.sharable):
+            continue  # counted for each of the units that share
+        table, rows, limits = lagrangian.table, lagrangian.rows, lagrangian.limits
+        judge, weights = PlanJudge(table, rows, limits), random_weights(lagrangian, rng)
+        plans = [
+            judge.judged(np.array([rng.choice(u.numbers()) for u in table.units]))
+            for _ in range(3)
+        ]
+        prices = lagrangian.prices(weights)
+        program = RestrictedProgram(judge, plans[0], plans[1:], prices, weights.tracks)
+        track, units = rows.memory_track("backward"), range(len(table.units))
+        program.rows = [(track, k, -1) for k in units]
+        lines, _ = program._limits(1.0)
+        for plan in plans:
+            chosen = [plan.numbers[k] == number for k, number in program.policies]
+            states = [u.state(n) for u, n in zip(table.units, plan.numbers, strict=True)]
+            ends = [(table.edges[e].source, table.edges[e].target) for e, _, _ in program.pairs]
+            taken = [
+                (states[s], states[t]) == pair[1:]
+                for (s, t), pair in zip(ends, program.pairs, strict=True)
+            ]
+            returned = plan.figures[program.returned, RETURNED] / limits.memory_bytes
+            x = np.array([*chosen, *taken, *returned, 0.0])
+            found = lines @ x
+            least = plan.rows.tracks[track] / limits.memory_bytes
+            np.testing.assert_allclose(found[: len(units)], least, rtol=1e-9)
+            # What is returned is no less than each edge asks for, and no more than one of them does.
+            asked = dict.fromkeys(program.returned, -np.inf)
+            for e, value in zip(program.returning, found[len(units) :], strict=False):  # device-seconds last
+                source = table.edges[e].source
+                asked[source] = max(asked[source], value)
+            for most, share in zip(asked.values(), returned, strict=True):
+                assert most == pytest.approx(0.0, abs=1e-12) if share else most <= 1e-12
 
 
 @pytest.mark.parametrize("seed", range(30))
