@@ -94,9 +94,10 @@ class Mixture(NamedTuple):
 # every choice of weights: a search that ends early has a bound that is low but never wrong.
 # For the same reason all that is not exact here errs to the low side: waits for slices are left out
 # of the priced rows, an edge that may be shared is charged an n-th (``EdgePrices``), one edge into
-# a unit is charged for the room that it takes, open buckets are left out, and edges that dynamic
-# programming cannot afford cost their least (``dynamic``). docs/planner.md has the whole proof,
-# with limits on device-seconds and on time.
+# a unit is charged for the room that it takes, one edge out of it for the gradient that comes back
+# (``returned_gradients``), open buckets are left out, and edges that dynamic programming cannot
+# afford cost their least (``dynamic``). docs/planner.md has the whole proof, with limits on
+# device-seconds and on time.
 class Lagrangian:
     """The prices of an option table's units and edges for weights on rows and limits."""
 

@@ -12,9 +12,9 @@ g(k) ≥ 0 in the rows of memory (``timeline.returned_bytes``; R are bytes on an
 
     g(k) ≥ Σ_{s,s'} R(e, s, s')·w(e, s, s') - Σ_o own(k, o)·x(k, o) for each edge e out of k
 
-Only the few rows that matter are in it: those with the largest weights, without which its first
-solutions would break what the bound rests on, and those in which its plans are largest. Rows that
-turn out to be violated are added. It is solved to a share of a percent, and the plan is judged like any other. Redistributions that units share
+Only the few rows that matter are in it: those with the largest weights, as the bound rests on them,
+and those in which its plans are largest. Rows that turn out to be violated are added. It is solved
+to a share of a percent, and the plan is judged like any other. Redistributions that units share
 (``figures.SharedEdges``) count for each of them here.
 """
 
@@ -285,7 +285,7 @@ class RestrictedProgram:
 
 
 def _row(figures: Matrix, track: int, j: int) -> Row:
-    """The row of a track and a unit, with the unit after it that has the longest slice on a link."""
+    """A track's row of a unit, on a link with the unit after it that has the longest slice."""
     if track >= len(SLICES):
         return track, j, -1
     later = figures[j + 1 :, SLICES[track]]

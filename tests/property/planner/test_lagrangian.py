@@ -129,7 +129,7 @@ def test_price_of_every_plan_is_at_least_the_bound_of_the_weights(seed):
 
 
 def random_weights(lagrangian, rng):
-    """Of all rows, where a limit on bytes is worth little or much, and most so in backward or not."""
+    """Of all rows; a limit on bytes is worth little or much, and may be most so in backward."""
     rows, limits = lagrangian.rows, lagrangian.limits
     tracks = rng.random((len(rows.before), len(lagrangian.table.units)))
     tracks[rows.timed :] *= rng.choice([1, 10, 100]) / limits.memory_bytes
@@ -218,12 +218,11 @@ def test_rows_of_the_restricted_program_are_those_of_its_plans(seed):
             found = lines @ x
             least = plan.rows.tracks[track] / limits.memory_bytes
             np.testing.assert_allclose(found[: len(units)], least, rtol=1e-9)
-            # What is returned is no less than each edge asks for, and no more than one of them does.
+            # What is returned is no less than each edge asks for, no more than one of them does;
+            # a row of device-seconds may come last.
             asked = dict.fromkeys(program.returned, -np.inf)
-            for e, value in zip(
-                program.returning, found[len(units) :], strict=False
-            ):  # device-seconds last
-                source = table.edges[e].source
+            edges = zip(program.returning, found[len(units) :], strict=False)
+            for source, value in ((table.edges[e].source, value) for e, value in edges):
                 asked[source] = max(asked[source], value)
             for most, share in zip(asked.values(), returned, strict=True):
                 assert most == pytest.approx(0.0, abs=1e-12) if share else most <= 1e-12
