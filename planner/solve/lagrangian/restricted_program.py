@@ -7,7 +7,13 @@ prove most; and a share w of each pair of states along an edge, which is 0 or 1 
     Σ_{o in s} x(k, o) = Σ_{s'} w(e, s, s') for each edge e out of k, and likewise into k
     Σ_o x(k, o) = 1;  every row of the step ≤ T;  every row of a limit ≤ 1
 
-Only the few rows that matter are in it; rows that turn out to be violated are added. It is solved
+What the gradient of a unit's output takes as it comes back, beyond the unit's own backward, is a
+g(k) ≥ 0 in the rows of memory (``timeline.returned_bytes``; R are bytes on an edge):
+
+    g(k) ≥ Σ_{s,s'} R(e, s, s')·w(e, s, s') - Σ_o own(k, o)·x(k, o) for each edge e out of k
+
+Only the few rows that matter are in it: those with the largest weights, as the bound rests on them,
+and those in which its plans are largest. Rows that turn out to be violated are added. It is solved
 to a share of a percent, and the plan is judged like any other. Redistributions that units share
 (``figures.SharedEdges``) count for each of them here.
 """
@@ -19,7 +25,17 @@ import numpy as np
 from scipy.sparse import coo_array, csr_array, vstack
 
 from ...cost.step_time import Vector
-from ...memory.rows import ALWAYS, AT, LOST, SLICES, Matrix, slice_waits
+from ...memory.rows import (
+    ALWAYS,
+    AT,
+    LOST,
+    OWN_BACKWARD,
+    RETURNED,
+    RETURNING,
+    SLICES,
+    Matrix,
+    slice_waits,
+)
 from ..figures import EDGE_FIGURES, Numbers
 from ..highs import ArrayProgram
 from ..option_table import UnitTable
@@ -40,13 +56,20 @@ Equation = tuple[list[int], list[int], float]
 
 class RestrictedProgram:
     """The program for one plan; ``others`` are the plans that states and policies are taken from,
-    ``prices`` [unit, figure] those at which more are chosen.
+    ``prices`` [unit, figure] those at which more are chosen, and ``weights`` [track, unit] those of
+    the rows.
 
     Its variables are the ``policies`` (unit, number of an option), then the ``pairs`` (edge, its
-    source's state, its target's), then T."""
+    source's state, its target's), then of some units what is ``returned`` to them, as a share of
+    the memory limit, then T."""
 
     def __init__(
-        self, judge: PlanJudge, plan: JudgedPlan, others: Sequence[JudgedPlan], prices: Matrix
+        self,
+        judge: PlanJudge,
+        plan: JudgedPlan,
+        others: Sequence[JudgedPlan],
+        prices: Matrix,
+        weights: Matrix,
     ) -> None:
         self.judge, self.plan = judge, plan
         table = judge.table
@@ -70,13 +93,40 @@ class RestrictedProgram:
         ]
         # An edge's figures are its target's.
         ends = [table.edges[e].target for e, _, _ in self.pairs]
-        self.unit_of = np.array([*(k for k, _ in self.policies), *ends])
-        self.figures = np.zeros((len(self.unit_of), plan.figures.shape[1]))
+        units = [*(k for k, _ in self.policies), *ends]
+        self.figures = np.zeros((len(units), plan.figures.shape[1]))
         for i, (k, number) in enumerate(self.policies):
             self.figures[i] = table.units[k].figures(number)
         for i, (e, a, b) in enumerate(self.pairs, len(self.policies)):
             self.figures[i, EDGE_FIGURES] = table.edges[e].figures[:, a, b]
-        self.rows: list[Row] = []
+        self.own_backward = self.figures[: len(self.policies)] @ OWN_BACKWARD
+        self.returning = self._returning()
+        self.returned = sorted({table.edges[e].source for e in self.returning})
+        self.unit_of = np.array([*units, *self.returned])
+        shares = np.zeros((len(self.returned), plan.figures.shape[1]))
+        shares[:, RETURNED] = self.limit_bytes
+        self.figures = np.concatenate([self.figures, shares])
+        self.rows = [
+            _row(plan.figures, t, int(j))
+            for t, track in enumerate(weights)
+            for j in np.argsort(-track)[:TOGETHER]
+            if track[j] > 0
+        ]
+
+    @property
+    def limit_bytes(self) -> float:
+        """What bytes are counted in."""
+        return max(self.judge.limits.memory_bytes, 1.0)
+
+    def _returning(self) -> dict[int, list[int]]:
+        """By edge its pairs in which the gradient, as it comes back, may take more than its
+        source's own backward has."""
+        least = {state: self.own_backward[mine].min() for state, mine in self.states.items()}
+        found: dict[int, list[int]] = {}
+        for i, (e, a, _) in enumerate(self.pairs, len(self.policies)):
+            if self.figures[i, RETURNING] > least[self.judge.table.edges[e].source, a]:
+                found.setdefault(e, []).append(i)
+        return found
 
     def run(self, seconds: float, enough: float = 0.0) -> JudgedPlan:
         """The better of the plan and what the program found; ends early with an objective of
@@ -102,9 +152,8 @@ class RestrictedProgram:
         waits = slice_waits(plan.figures)
         tracks[: len(waits)] += waits
         for t, track in enumerate(tracks):
-            for j in (*np.argsort(-track)[:TOGETHER], len(track) - 1):
-                unit = int(j)
-                rows.append((t, unit, _longest(plan.figures, t, unit) if t < len(waits) else -1))
+            largest = (*np.argsort(-track)[:TOGETHER], len(track) - 1)
+            rows += [_row(plan.figures, t, int(j)) for j in largest]
         rows += [(-1, total, -1) for total in range(len(plan.rows.totals))]
         self.rows = list(dict.fromkeys(rows))
         return len(self.rows) > known
@@ -142,10 +191,30 @@ class RestrictedProgram:
                 continue
             lines.append(np.append(line, 0.0) / max(limit, 1e-12))
             upper.append(1.0 if limit > 0 else 0.0)
+        for line in self._returned():
+            lines.append(np.append(line, 0.0))
+            upper.append(0.0)
         if limits.gpu_s < INFINITE:
             lines.append(np.append(self._idle(scale), 1.0))
             upper.append(limits.gpu_s / (limits.devices * scale))
         return np.array(lines), np.array(upper)
+
+    def _returned(self) -> Iterator[Vector]:
+        """What holds up the variables of what is returned to units whose backward is among the
+        rows: one row for each edge."""
+        first = len(self.policies) + len(self.pairs)
+        backward = self.judge.rows.memory_track("backward")
+        there = {unit for track, unit, _ in self.rows if track == backward}
+        for e, pairs in self.returning.items():
+            k, line = self.judge.table.edges[e].source, np.zeros(len(self.unit_of))
+            if k not in there:
+                continue
+            line[pairs] = self.figures[pairs, RETURNING]
+            mine = [i for state in self.states_of[k] for i in self.states[k, state]]
+            line[mine] = -self.own_backward[mine]
+            line /= self.limit_bytes
+            line[first + self.returned.index(k)] = -1.0
+            yield line
 
     def _idle(self, scale: float) -> Vector:
         """Device-seconds that each choice leaves free, as they count against T."""
@@ -215,10 +284,12 @@ class RestrictedProgram:
         return numbers
 
 
-def _longest(figures: Matrix, track: int, j: int) -> int:
-    """The unit after ``j`` with the longest slice on a link, -1 where none has any."""
+def _row(figures: Matrix, track: int, j: int) -> Row:
+    """A track's row of a unit, on a link with the unit after it that has the longest slice."""
+    if track >= len(SLICES):
+        return track, j, -1
     later = figures[j + 1 :, SLICES[track]]
-    return j + 1 + int(later.argmax()) if later.any() else -1
+    return track, j, j + 1 + int(later.argmax()) if later.any() else -1
 
 
 def _cheap(unit: UnitTable, state: int, price: Vector) -> list[int]:

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -10,18 +11,25 @@ from meshwright.planner.memory.rows import (
     ENTRY,
     KEPT_INPUT,
     RECEIVED,
+    RETURNED,
     RETURNING,
     slice_waits,
     values,
 )
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.lagrangian.dynamic import minimise, order_of
-from meshwright.planner.solve.lagrangian.lagrange import LagrangianSearch
+from meshwright.planner.solve.lagrangian.judging import IDLE, PlanJudge
+from meshwright.planner.solve.lagrangian.lagrange import LagrangianSearch, Weights
+from meshwright.planner.solve.lagrangian.restricted_program import RestrictedProgram
 from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of
+from meshwright.planner.solve.problem import Problem
 
 from tests import brute, problems
 
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 QUICK = range(3000, 3012)
 SAMPLED = range(3012, 3080)
 FULL = range(3080, 3340)
@@ -118,6 +126,106 @@ def test_price_of_every_plan_is_at_least_the_bound_of_the_weights(seed):
             chosen = choice(model, table.choose(numbers), made.schedule)
             if chosen.feasible and not search.judge.judged(numbers).score.over:
                 assert chosen.objective_s >= outcome.bound * (1 - 1e-9)
+
+
+def random_weights(lagrangian, rng):
+    """Of all rows; a limit on bytes is worth little or much, and may be most so in backward."""
+    rows, limits = lagrangian.rows, lagrangian.limits
+    tracks = rng.random((len(rows.before), len(lagrangian.table.units)))
+    tracks[rows.timed :] *= rng.choice([1, 10, 100]) / limits.memory_bytes
+    tracks[rows.memory_track("backward")] *= rng.choice([1, 30])
+    return Weights(tracks, np.array([rng.random(), 0.0, 0.0]))
+
+
+def weighted(lagrangian, weights, numbers):
+    """A plan's rows at the weights, less what keeping to the limits is worth."""
+    figures, limits = lagrangian.table.plan_figures(numbers), lagrangian.limits
+    found = values(lagrangian.rows, figures)
+    total = (weights.tracks * found.tracks).sum() + (weights.totals * found.totals).sum()
+    idle = figures[:, IDLE].sum() * limits.economical
+    return total - weights.charge(limits, lagrangian.rows.timed) - idle
+
+
+@pytest.mark.parametrize("seed", range(4300, 4340))
+def test_no_plan_is_below_the_least_for_random_weights_and_on_chains_one_is_at_it(seed):
+    rng = np.random.default_rng(seed)
+    for _, model, lagrangian in lagrangians(seed):
+        weights = random_weights(lagrangian, rng)
+        numbers, bound = lagrangian.cheapest(weights)
+        units, ties = lagrangian.table.units, lagrangian.table.ties
+        every = [numbers, *([rng.choice(u.numbers()) for u in units] for _ in range(30))]
+        states = [[u.state(n) for u, n in zip(units, one, strict=True)] for one in every]
+        least = min(
+            weighted(lagrangian, weights, np.array(one))
+            for one, s in zip(every, states, strict=True)
+            if all(tie.agree[s[tie.source], s[tie.target]] for tie in ties)
+        )
+        assert bound <= least + 1e-9 * abs(least)
+        # Where a unit has several edges, only one of them is charged for some of the bytes.
+        if all(len(edges) <= 1 for edges in (*model.edges_into, *model.edges_from)):
+            assert weighted(lagrangian, weights, numbers) == pytest.approx(bound, rel=1e-9)
+
+
+def test_policies_suit_what_comes_back(monkeypatch):
+    """The head of a language model has less in its own backward than the gradient that comes back
+    to it: what more it has itself, up to that, is free."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import planner as benchmark
+
+    goal = Goal(batch=4 * 16, optimizer="adamw", allow_lossy=True, min_fidelity=0.9)
+    capability = msgspec.structs.replace(EVERYTHING, idle_positions=False)
+    made = Problem(
+        benchmark.gpt_like(4), benchmark.cluster_of(16), goal, capability, schedule="priority",
+        message_bytes=benchmark.SLICE_BYTES,
+    ).placed()  # fmt: skip
+    (model,) = made.cost_models()
+    lagrangian = lagrangian_of(made, model)
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        weights = random_weights(lagrangian, rng)
+        weights.tracks[lagrangian.rows.timed :] *= 10 ** rng.uniform(-3, 0)
+        numbers, bound = lagrangian.cheapest(weights)
+        assert weighted(lagrangian, weights, numbers) == pytest.approx(bound, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4300, 4330))
+def test_rows_of_the_restricted_program_are_those_of_its_plans(seed):
+    """Of bytes at backward, as they alone have a variable of their own."""
+    rng = np.random.default_rng(seed)
+    for _, model, lagrangian in lagrangians(seed):
+        if any(model.sharable):
+            continue  # counted for each of the units that share
+        table, rows, limits = lagrangian.table, lagrangian.rows, lagrangian.limits
+        judge, weights = PlanJudge(table, rows, limits), random_weights(lagrangian, rng)
+        plans = [
+            judge.judged(np.array([rng.choice(u.numbers()) for u in table.units])) for _ in range(3)
+        ]
+        prices = lagrangian.prices(weights)
+        program = RestrictedProgram(judge, plans[0], plans[1:], prices, weights.tracks)
+        track, units = rows.memory_track("backward"), range(len(table.units))
+        program.rows = [(track, k, -1) for k in units]
+        lines, _ = program._limits(1.0)
+        for plan in plans:
+            chosen = [plan.numbers[k] == number for k, number in program.policies]
+            states = [u.state(n) for u, n in zip(table.units, plan.numbers, strict=True)]
+            ends = [(table.edges[e].source, table.edges[e].target) for e, _, _ in program.pairs]
+            taken = [
+                (states[s], states[t]) == pair[1:]
+                for (s, t), pair in zip(ends, program.pairs, strict=True)
+            ]
+            returned = plan.figures[program.returned, RETURNED] / limits.memory_bytes
+            x = np.array([*chosen, *taken, *returned, 0.0])
+            found = lines @ x
+            least = plan.rows.tracks[track] / limits.memory_bytes
+            np.testing.assert_allclose(found[: len(units)], least, rtol=1e-9)
+            # What is returned is no less than each edge asks for, no more than one of them does;
+            # a row of device-seconds may come last.
+            asked = dict.fromkeys(program.returned, -np.inf)
+            edges = zip(program.returning, found[len(units) :], strict=False)
+            for source, value in ((table.edges[e].source, value) for e, value in edges):
+                asked[source] = max(asked[source], value)
+            for most, share in zip(asked.values(), returned, strict=True):
+                assert most == pytest.approx(0.0, abs=1e-12) if share else most <= 1e-12
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -42,13 +42,13 @@ def test_the_restricted_integer_program(monkeypatch):
 
 
 def test_blocks_of_other_plans_are_taken_over(monkeypatch):
-    """Of many options the restricted program leaves most out: here of sixteen units on 64 ranks."""
+    """Of many options the restricted program leaves most out: here of 24 units on 64 ranks."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import planner as benchmark
 
     goal = Goal(batch=4 * 64, optimizer="adamw", allow_lossy=True, min_fidelity=0.9)
     made = Problem(
-        benchmark.gpt_like(16, seed=3), benchmark.cluster_of(64, memory_gib=4.8), goal, EVERYTHING,
+        benchmark.gpt_like(24, seed=3), benchmark.cluster_of(64, memory_gib=6.0), goal, EVERYTHING,
         schedule="priority", message_bytes=benchmark.SLICE_BYTES,
     ).placed()  # fmt: skip
     (model,) = made.cost_models()
@@ -58,7 +58,7 @@ def test_blocks_of_other_plans_are_taken_over(monkeypatch):
 
     found = objective_s()
     monkeypatch.setattr(LagrangianSearch, "_combine", lambda self, mixture: None)
-    assert found < 0.98 * objective_s()
+    assert found < 0.995 * objective_s()
 
 
 def test_searching_again_under_a_lower_limit_on_memory(monkeypatch):
