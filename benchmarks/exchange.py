@@ -94,6 +94,8 @@ def compared(
     fsdp_s, failed = timed_fsdp(measured, batch, asked["steps"])
     best_ddp = min(BUCKETS_MB, key=lambda mb: seconds[f"ddp_{mb}"])
     keys = f"ddp_{best_ddp}", "priority_s"
+    for key in keys:
+        Jitter(systems[key].model, measured.times.step_s)
     Jitter.on = True
     shaken = in_turns({key: systems[key] for key in keys}, batch, asked["steps"], 1)
     Jitter.on = False

@@ -111,7 +111,8 @@ class System:
 
 
 class Jitter:
-    """Makes each part of a model sleep for a random share, up to 2·``JITTER``, of what it takes."""
+    """Makes each part of a model sleep for a random share, up to 2·``JITTER``, of what it takes. A
+    plan is applied before: it divides no module that has hooks."""
 
     # One switch for all systems: they take turns.
     on = False
@@ -219,10 +220,8 @@ class Measured(NamedTuple):
         return chain
 
     def workload(self) -> Workload:
-        """A fresh one, which sleeps now and then where ``Jitter.on``."""
-        workload = fresh(self.name)
-        Jitter(workload.model, self.times.step_s)
-        return workload
+        """A fresh one."""
+        return fresh(self.name)
 
     def plan(self, slice_bytes: int = SLICE_BYTES) -> Plan:
         """Plain data parallelism by priority, with the times that rank 0 measured. Collective."""
