@@ -42,8 +42,9 @@ from .gradients.reshard import install_chunks
 from .gradients.sharded import shard
 from .headroom import check_headroom, check_optimizer_state, watch_memory
 from .memory.install import check_memory, install_memory
-from .optimizer import kinds, state
+from .optimizer import kinds as optimizers
 from .optimizer.lazy import releases_not
+from .optimizer.state import slice_state
 from .parallel import ModelT, adopt, is_parallel
 from .redistribution.boundary import leaves_to_other_division
 from .redistribution.shard_gradient import Members
@@ -104,7 +105,7 @@ def _apply(
     shards = divide(model, run)
     run.shards, run.divided_parameters = shards.by_name, shards.parameters
     if optimizer is not None:
-        state.slice_state(optimizer, shards.parameters)
+        slice_state(optimizer, shards.parameters)
     _prepare_norms(model, run, shards)
     run.regions = install_memory(
         model, plan, device_of(model), lambda: run.forward, run.resume_later
@@ -185,7 +186,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     check_compiled(model, plan)
     check_feedback(optimizer, plan)
     if optimizer is not None:
-        kinds.check_holds(optimizer, model)
+        optimizers.check_holds(optimizer, model)
     if optimizer is not None and any(unit.exchange == "topk" for unit in plan.units):
         check_momentum(optimizer)
     if optimizer is not None:
@@ -193,7 +194,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         tensors = [tensor_named(model, name) for name in (*cuts, *subset_layouts(model, plan))]
         sharded = any(unit.exchange in SHARDING for unit in plan.units)
         parameters = {t for t in tensors if isinstance(t, nn.Parameter)}
-        kinds.check(optimizer, parameters, sharded=sharded)
+        optimizers.check(optimizer, parameters, sharded=sharded)
 
 
 def _check_release(optimizer: Optimizer | None, plan: Plan) -> None:

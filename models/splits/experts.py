@@ -156,6 +156,8 @@ def _stacked(module: nn.Module) -> _Stacked | None:
 
 def _share_bias(module: nn.Module, name: str, degree: int) -> None:
     """Lets every member add its share of the bias that follows the sum, if there is one."""
+    if getattr(module, name, None) is None:
+        return
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -166,8 +168,7 @@ def _share_bias(module: nn.Module, name: str, degree: int) -> None:
         finally:
             del vars(module)[name]
 
-    if name in dict(module.named_parameters(recurse=False)):
-        module.forward = forward
+    module.forward = forward
 
 
 def _narrow(module: nn.Module, part: _Stacked, member: GroupMember) -> None:

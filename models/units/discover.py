@@ -33,7 +33,7 @@ from .select import (
     parameters_used_outside,
     select_units,
 )
-from .stays_whole import why_no_split, why_not_finer, why_not_plain
+from .stays_whole import bytes_of, why_no_split, why_not_finer, why_not_plain
 from .trace import Trace, record
 
 # [Note: How units are found]
@@ -273,6 +273,7 @@ def _specs(
     twins = {unit.name: unit for unit in traced[1]}
     sizes = traces[0].size, traces[1].size
     shared = parameters_used_outside(model, traces[0], traced[0])
+    total_bytes = bytes_of(model)
     for unit in traced[0]:
         twin = twins.get(unit.name)
         batched = _batched(unit, twin, sizes)
@@ -291,7 +292,7 @@ def _specs(
         if splits and not fitting:
             reason = reason or obstacle or stays_whole.FEATURES
         if not splits:
-            reason = reason or why_no_split(model, unit)
+            reason = reason or why_no_split(model, unit, total_bytes)
         norms = any(isinstance(inner, BATCH_NORMS) for m in modules for inner in m.modules())
         found[unit.name] = UnitSpec(
             unit.name, unit.kind, unit.modules, **_batched_fields(batched or {}), splits=fitting,

@@ -92,17 +92,22 @@ def why_not_finer(model: nn.Module, trace: Trace, unit: TracedUnit) -> str:
     )
 
 
-def why_no_split(model: nn.Module, unit: TracedUnit) -> str:
-    """What is said of a unit of which no recipe knows how to divide it; empty where it is small."""
+def why_no_split(model: nn.Module, unit: TracedUnit, total_bytes: int) -> str:
+    """What is said of a unit of which no recipe knows how to divide it; empty where it is small
+    beside the model's parameters, which have so many bytes."""
     modules = [model.get_submodule(name) for name in unit.modules]
-    own = sum(p.nbytes for module in modules for p in module.parameters())
-    if own < SMALL * sum(p.nbytes for p in model.parameters()) or all(map(is_norm, modules)):
+    if all(map(is_norm, modules)) or sum(map(bytes_of, modules)) < SMALL * total_bytes:
         return ""
-    largest = max(modules, key=lambda module: sum(p.nbytes for p in module.parameters()))
+    largest = max(modules, key=bytes_of)
     return (
         f"no way to divide a module of class {type(largest).__name__} is known: make it of torch's "
         "own linear layers, convolutions and embeddings"
     )
+
+
+def bytes_of(module: nn.Module) -> int:
+    """Bytes of a module's parameters."""
+    return sum(p.nbytes for p in module.parameters())
 
 
 def why_not_plain(

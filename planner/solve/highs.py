@@ -44,9 +44,9 @@ GAP = 1e-8
 # Presolve rule that is left out: with it HiGHS 1.15.1 was seen to go round without end on a program
 # of 64 columns whose step time had a limit, and no time limit stopped it.
 PROBING = 1 << 12
-# Heuristics that take longer than they save in programs that ask what plan needs least memory: of
-# 17 reports on five networks all ended sooner without them, 3.4 s together and not 5.9. An older
-# HiGHS does not know these options, and goes on.
+# Heuristics that take longer than they save in the programs of reports of what does not fit: 17 of
+# these, on memory in five networks, take 3.4 s together without them and 5.9 with. An older HiGHS
+# does not know these options, and goes on.
 NO_HEURISTICS = {
     "mip_heuristic_run_root_reduced_cost": False,
     "mip_heuristic_run_feasibility_jump": False,

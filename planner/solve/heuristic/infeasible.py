@@ -239,18 +239,16 @@ def more_nodes(problem: Problem, evidence: Evidence, deadline: float) -> Enlarge
     each = len(node.devices)
     low = max(cluster.world_size // each, 1)
     most = min(MOST_RANKS, problem.goal.batch) // each
-    high, known, found = 2 * low, True, False
-    while high <= most and time.perf_counter() < deadline and not found:
-        enough = _enough(_on_nodes(problem, high), evidence, deadline)
+    high, known = None, True
+    while (high is None or high - low > 1) and time.perf_counter() < deadline:
+        asked = 2 * low if high is None else (low + high) // 2
+        if asked > most:
+            return None
+        enough = _enough(_on_nodes(problem, asked), evidence, deadline)
         known = known and enough is not None
-        low, high, found = (low, high, True) if enough else (high, 2 * high, False)
-    if not found:
+        low, high = (low, asked) if enough else (asked, high)
+    if high is None:
         return None
-    while high - low > 1 and time.perf_counter() < deadline:
-        middle = (low + high) // 2
-        enough = _enough(_on_nodes(problem, middle), evidence, deadline)
-        known = known and enough is not None
-        low, high = (low, middle) if enough else (middle, high)
     words = "" if known and high - low == 1 else ", which is enough"
     sentence = f"use {high * each} ranks ({high} nodes like {node.name!r}){words}"
     return Enlargement(high * each, high, sentence)
