@@ -10,7 +10,7 @@ when there is one.
 Where DeepPool published layer times for just that network and device, they replace the roofline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..executor.launch.start import software
+from ..executor.optimizer.chunks import sharded_step
 from ..executor.optimizer.kinds import optimizer_for
 from ..models.compiled import uncompiled
 from ..models.precision import measured_in
@@ -102,7 +103,7 @@ def estimate(
         units=units,
         edges=found.edges,
         pieces=found.pieces,
-        updates=tuple(_update_rate(name, dtype, sheet) for name in OPTIMIZERS),
+        updates=tuple(rate for name in OPTIMIZERS for rate in _update_rates(name, dtype, sheet)),
         origin="estimated",
         precision=workload.precision,
     )
@@ -153,19 +154,25 @@ def _step(workload: Workload, units: Sequence[UnitSpec], size: int) -> Operation
     return log
 
 
-def _update_rate(name: OptimizerName, dtype: torch.dtype, sheet: Datasheet) -> UpdateRate:
+def _update_rates(
+    name: OptimizerName, dtype: torch.dtype, sheet: Datasheet
+) -> Iterator[UpdateRate]:
     """An optimizer's seconds by what torch's does to a parameter, one list of tensors at a time as
-    it does on a GPU."""
+    it does on a GPU, and those of a sharded exchange where they differ."""
     parameter = nn.Parameter(torch.empty(UPDATED, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     optimizer = optimizer_for(name, [parameter])
     optimizer.param_groups[0]["foreach"] = True
-    optimizer.step()  # the first makes the state
-    log = OperationLog()
-    with log:
-        optimizer.step()
-    taken = sum(seconds(operation, sheet) for operation in log.forward.get("", ()))
-    return UpdateRate(optimizer=name, seconds_per_byte=taken / parameter.nbytes)
+    for step, sharded in ((optimizer.step, False), (sharded_step(optimizer), True)):
+        if step is None:
+            continue
+        step()  # the first makes the state
+        log = OperationLog()
+        with log:
+            step()
+        taken = sum(seconds(operation, sheet) for operation in log.forward.get("", ()))
+        rate = taken / parameter.nbytes
+        yield UpdateRate(optimizer=name, seconds_per_byte=rate, sharded=sharded)
 
 
 class _Counted(NamedTuple):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..executor.optimizer.chunks import sharded_step
 from ..executor.optimizer.kinds import optimizer_for
 from ..models.spec import UnitSpec
 from ..models.units.storages import tensors_in
@@ -190,32 +191,41 @@ LEAST_ROUNDS, LONG_S = 3, 1.0
 def update_rates(
     parameters: Iterable[Tensor], optimizers: Sequence[str], rounds: int = 9
 ) -> tuple[UpdateRate, ...]:
-    """The measured rate of each optimizer on copies of ``parameters``; fewer rounds where they
-    take long."""
+    """The measured rate of each optimizer on copies of ``parameters``, and that of a sharded
+    exchange where it differs; fewer rounds where they take long."""
     for name in optimizers:
         if name not in OPTIMIZERS:
             raise InputError(
                 f"optimizer {name!r} is not known: choose from {', '.join(OPTIMIZERS)}"
             )
-    copies: list[Tensor] = []
+    copies: list[nn.Parameter] = []
     for parameter in parameters:
         if copies and sum(c.nbytes for c in copies) + parameter.nbytes > LIMIT_BYTES:
             continue
-        copies.append(parameter.detach().clone().requires_grad_(True))
+        copies.append(nn.Parameter(parameter.detach().clone()))
     if not copies:
         return tuple(UpdateRate(optimizer=name, seconds_per_byte=0.0) for name in optimizers)
     for copy in copies:
         copy.grad = torch.full_like(copy, 1e-3)
     size, rates = sum(c.nbytes for c in copies), []
     for name in optimizers:
-        optimizer, taken = optimizer_for(cast(OptimizerName, name), copies), list[float]()
-        for _ in range(rounds + 1):
-            start = time.perf_counter()
-            optimizer.step()
-            synchronise(copies[0].device)
-            taken.append(time.perf_counter() - start)
-            if len(taken) > LEAST_ROUNDS and sum(taken) > LONG_S:
-                break
-        # The first step makes the state and does not count.
-        rates.append(UpdateRate(optimizer=name, seconds_per_byte=median(taken[1:]) / size))
+        optimizer = optimizer_for(cast(OptimizerName, name), copies)
+        for step, sharded in ((optimizer.step, False), (sharded_step(optimizer), True)):
+            if step is None:
+                continue
+            taken = _step_s(step, rounds, copies[0].device)
+            rates.append(UpdateRate(optimizer=name, seconds_per_byte=taken / size, sharded=sharded))
     return tuple(rates)
+
+
+def _step_s(step: Callable[[], object], rounds: int, device: torch.device) -> float:
+    """The median seconds of an update."""
+    taken: list[float] = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        step()
+        synchronise(device)
+        taken.append(time.perf_counter() - start)
+        if len(taken) > LEAST_ROUNDS and sum(taken) > LONG_S:
+            break
+    return median(taken[1:])  # the first makes the state and does not count

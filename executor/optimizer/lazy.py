@@ -22,8 +22,8 @@ each unit's parameters are updated when they are needed."""
 # as ever, and so waits for all gradients.
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,12 +42,9 @@ from ..gradients.release import EarlyUpdates, copy_groups
 from ..gradients.sharded import ShardedGradGroup, ShardedStepPipeline
 from ..gradients.slices import GradGroup
 from ..gradients.topk import SparseGradient, applied_sparse, make_dense
+from .chunks import Groups, StepOn, own_step, update_chunks
 from .kinds import updates_elementwise
-from .state import shard_state
-
-Groups = list[dict[str, Any]]
-StepOn = Callable[[Groups, dict[Any, Any]], None]
-"""The optimizer's own step on groups of parameters and their state."""
+from .state import shard_loaded_state, shard_state
 
 
 class LazySteps:
@@ -77,7 +74,7 @@ class LazySteps:
         optimizer.register_load_state_dict_pre_hook(lambda _, state: exchange().finish_all())
         if sharded:
             shard_state(optimizer, sharded)
-            optimizer.register_load_state_dict_post_hook(lambda o: shard_state(o, sharded))
+            shard_loaded_state(optimizer, sharded)
 
     def _step(self, closure: Any) -> Any:
         exchange = self._exchange()
@@ -192,7 +189,7 @@ class LazySteps:
             for group in grad_groups
             if group.changed or any(p.parameter.grad is not None for p in group.params)
         ]
-        state, step_on = self._optimizer.state, self._own_step()
+        state, step_on = self._optimizer.state, own_step(self._optimizer)
         pipeline = exchange.step_pipeline(
             {g: _chunk_update(g, groups, state, step_on) for g in changed}
         )
@@ -232,23 +229,7 @@ class LazySteps:
             make_dense(param.parameter)
 
     def _apply(self, groups: Groups) -> None:
-        self._own_step()(groups, self._optimizer.state)
-
-    def _own_step(self) -> StepOn:
-        optimizer = self._optimizer
-        attributes = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
-
-        def step_on(groups: Groups, state: dict[Any, Any]) -> None:
-            if not any(group["params"] for group in groups):
-                return
-            # A view: an object of its class without ``__init__``, with other groups and state.
-            view: Any = object.__new__(type(optimizer))
-            view.__dict__.update(attributes)
-            view.param_groups = [group for group in groups if group["params"]]
-            view.state = state
-            view.step()
-
-        return step_on
+        own_step(self._optimizer)(groups, self._optimizer.state)
 
     def _can_be_lazy(self) -> bool:
         """Whether the optimizer works parameter by parameter; warns once where not."""
@@ -279,15 +260,7 @@ def _chunk_update(
             chunk.grad = gradient.take_over()
         else:
             chunk.grad = spec.chunk_of(gradient).clone()  # it may be zeroed before it is used
-    own = [{**g, "params": [chunks[p] for p in g["params"] if p in chunks]} for g in groups]
-
-    def update() -> None:
-        states: dict[Any, Any] = defaultdict(dict)
-        states.update({c: state[p] for p, c in chunks.items() if p in state})
-        step_on(own, states)
-        state.update({p: states[c] for p, c in chunks.items() if c in states})
-
-    return update
+    return partial(update_chunks, chunks, groups, state, step_on)
 
 
 def _postpone_sharded(

@@ -15,6 +15,7 @@ from ...planner.schema.errors import InputError
 from ..comm.watchdog import Watchdog
 from ..gradients.flat_shard import FlatShardSpec
 from ..redistribution.shards import Shard
+from .chunks import has_main_weights
 
 
 def slice_state(optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Shard]) -> None:
@@ -29,6 +30,35 @@ def shard_state(
     """Replaces state of a parameter's full shape by this rank's chunk of it."""
     for parameter, spec in sharded.items():
         _keep_part(optimizer.state.get(parameter, {}), spec.shape, spec.chunk_of)
+
+
+def shard_loaded_state(
+    optimizer: torch.optim.Optimizer, sharded: Mapping[nn.Parameter, FlatShardSpec]
+) -> None:
+    """Of what is loaded into the optimizer from now on, it keeps this rank's chunks."""
+    loaded: dict[str, Any] = {}
+
+    def shard_it(optimizer: torch.optim.Optimizer) -> None:
+        _restore_types(optimizer, {p for p in sharded if has_main_weights(p)}, loaded)
+        loaded.clear()
+        shard_state(optimizer, sharded)
+
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state))
+    optimizer.register_load_state_dict_post_hook(shard_it)
+
+
+def _restore_types(
+    optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter], loaded: dict[str, Any]
+) -> None:
+    # Torch makes all state that it loads of its parameter's type; that of main weights is float32.
+    numbers = (number for group in loaded["param_groups"] for number in group["params"])
+    for number, parameter in zip(numbers, _numbered(optimizer).values(), strict=True):
+        if parameter not in parameters:
+            continue
+        for key, value in loaded["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.ndim:
+                device = optimizer.state[parameter][key].device
+                optimizer.state[parameter][key] = value.to(device)
 
 
 def _keep_part(state: dict[str, Any], shape: torch.Size, part: Callable[[Tensor], Tensor]) -> None:

@@ -206,7 +206,9 @@ class CostModel(Exchanges):
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded; and for
         a lossy exchange the choice of what is sent."""
-        part = trained_bytes * self.profile.update_seconds_per_byte(self.goal.optimizer)
+        part = trained_bytes * self.profile.update_seconds_per_byte(
+            self.goal.optimizer, sharded=option.shards
+        )
         if option.shards:
             part /= option.layout.groups
         rate = self.profile.compression_seconds_per_byte(option.exchange)

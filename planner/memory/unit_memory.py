@@ -41,6 +41,9 @@ from .timeline import (
     returned_bytes,
 )
 
+MAIN_COPIES = 2
+"""Bytes of float32 for each byte of a parameter of 16 bits."""
+
 _QUANTITIES: tuple[Quantity, ...] = (
     lambda s: s.saved,
     lambda s: s.gradient,
@@ -105,7 +108,6 @@ class MemoryModel:
         part = gathered(self.model, k, option)
         sharded = 0 if many else part.saved  # a gradient of which the rank's part alone stays
         summed = self.summed_bytes(k, option.layout)
-        state = trained * self.model.goal.state_copies
         segment_input = output_gradients = 0.0
         if option.segment:
             # What enters a unit and nobody saves for backward: a segment that begins there does.
@@ -118,7 +120,7 @@ class MemoryModel:
         return UnitBytes(
             Persistent(
                 weights=cost.shard_bytes + unit.state_bytes - part.saved,
-                optimizer=ceil(state / option.layout.groups) if option.shards else state,
+                optimizer=self._state_bytes(k, option, trained),
                 residual=feedback.always,
             ),
             PerPhase(
@@ -230,21 +232,26 @@ class MemoryModel:
         own, others = self.model.summed_bytes[k]
         return own / layout.degree + others
 
+    def _state_bytes(self, k: int, option: Option, trained_bytes: int) -> int:
+        """What the optimizer keeps for the unit, main weights included."""
+        copies = self.model.goal.state_copies
+        if not option.shards:
+            return copies * trained_bytes
+        more = (MAIN_COPIES * (1 + copies) - copies) * self._half_bytes(k, option)
+        return ceil((copies * trained_bytes + more) / option.layout.groups)
+
+    def _half_bytes(self, k: int, option: Option) -> int:
+        """Bytes of the unit's parameters that have main weights where their exchange is sharded."""
+        return sum(size for p, size in self._sizes_bytes(k, option) if p.is_half)
+
     def _update_temp(self, k: int, option: Option, trained_bytes: int) -> float:
         """Temporaries of the update."""
+        if option.shards and self._half_bytes(k, option):
+            return self._main_update_temp(k, option)
         if option.exchange == "sharded":
             return 0.0  # less than the copies that were sent, which have gone
         sizes = [size for _, size in self._sizes_bytes(k, option)]
-        optimizer = OPTIMIZERS[self.model.goal.optimizer]
-        if self.model.profile.device_type == "cuda":
-            copies = float(optimizer.update_copies_together * trained_bytes)
-        elif optimizer.update_copies:
-            # One of the last parameter's copies stays until the next one's are made.
-            both = pairwise([0, *sizes])
-            own = (optimizer.update_copies * size + last for last, size in both)
-            copies = float(max(own, default=0))
-        else:
-            copies = 0.0
+        copies = self._optimizer_copies(sizes)
         if option.exchange != "topk":
             return copies / (option.layout.groups if option.gathers else 1)
         if option.feedback == "in_place":
@@ -256,6 +263,25 @@ class MemoryModel:
         # messages are gone by then.
         first = received_elements_bytes(self.model, option, max(sizes, default=0))
         return max(first, copies - comm_buffer_bytes(self.model, k, option))
+
+    def _main_update_temp(self, k: int, option: Option) -> float:
+        """Temporaries of the update of main weights: the unit's gradients in float32, and one
+        parameter's weights beside what they round to and where that differs."""
+        sizes = [size for p, size in self._sizes_bytes(k, option) if p.is_half]
+        wide = [MAIN_COPIES * size for size in sizes]
+        checked = max((MAIN_COPIES + 1.5) * size for size in sizes)
+        return (sum(wide) + max(self._optimizer_copies(wide), checked)) / option.layout.groups
+
+    def _optimizer_copies(self, sizes: Sequence[int]) -> float:
+        """What an optimizer's step copies of parameters of these bytes."""
+        optimizer = OPTIMIZERS[self.model.goal.optimizer]
+        if self.model.profile.device_type == "cuda":
+            return float(optimizer.update_copies_together * sum(sizes))
+        if not optimizer.update_copies:
+            return 0.0
+        # One of the last parameter's copies stays until the next one's are made.
+        own = (optimizer.update_copies * size + last for last, size in pairwise([0, *sizes]))
+        return float(max(own, default=0))
 
     def _resident(self, k: int, option: Option, samples: int, saved: float) -> float:
         """Bytes of feature maps that stay from forward to backward."""

@@ -1,5 +1,6 @@
 """ModelProfile: what was measured of a model, as units and the edges between them."""
 
+from math import prod
 from typing import Literal
 
 from .curve import ZERO, Curve
@@ -39,6 +40,11 @@ class ParameterProfile(Record, frozen=True, kw_only=True):
     bytes: Bytes
     trainable: bool = True
     reached: bool = True
+
+    @property
+    def is_half(self) -> bool:
+        """Whether its elements have 16 bits: steps of sharded exchanges keep main weights of it."""
+        return self.bytes == 2 * prod(self.shape)
 
 
 class ShareProfile(Record, frozen=True, kw_only=True):
@@ -222,10 +228,12 @@ class PieceProfile(Record, frozen=True, kw_only=True):
 
 
 class UpdateRate(Record, frozen=True, kw_only=True):
-    """Seconds that an optimizer takes for each byte of parameters."""
+    """Seconds that an optimizer takes for each byte of parameters; ``sharded``: where exchanges are
+    sharded, with main weights of what has 16 bits."""
 
     optimizer: str
     seconds_per_byte: Seconds
+    sharded: bool = False
 
 
 class CompressionRate(Record, frozen=True, kw_only=True):
@@ -298,10 +306,12 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         once = {p.shared: p.bytes for u in self.units for p in u.parameters}
         return sum(once.values())
 
-    def update_seconds_per_byte(self, optimizer: str) -> float:
+    def update_seconds_per_byte(self, optimizer: str, *, sharded: bool = False) -> float:
         """The measured update rate, Adam's and AdamW's for each other where one was not measured;
         zero where none was."""
-        rates = {r.optimizer: r.seconds_per_byte for r in self.updates}
+        rates = {r.optimizer: r.seconds_per_byte for r in self.updates if not r.sharded}
+        if sharded:
+            rates |= {r.optimizer: r.seconds_per_byte for r in self.updates if r.sharded}
         # Both do the same work for each element.
         alike = {"adam": "adamw", "adamw": "adam"}.get(optimizer, optimizer)
         return rates.get(optimizer, rates.get(alike, 0.0))

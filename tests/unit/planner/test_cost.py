@@ -12,6 +12,7 @@ from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option, allowed, ties_agree
+from meshwright.planner.schema.profile import UpdateRate
 
 from tests.strategies import chain_profile, cluster, linear, norm, share
 
@@ -259,3 +260,16 @@ def test_adam_updates_as_adamw_where_only_that_was_measured():
     assert profile.update_seconds_per_byte("adam") == 2e-9
     assert profile.update_seconds_per_byte("sgd") == 1e-9
     assert profile.update_seconds_per_byte("momentum") == 0.0
+
+
+def test_sharded_exchanges_take_the_time_of_their_own_updates():
+    m = model([linear("fc", 100, 100, 1e-3)], updates=(("sgd", 1e-9),), sliced=True)
+    home = Option(data_parallel(4))
+    shared = home._replace(exchange="sharded")
+    assert m.unit(1, home).update_s == pytest.approx(40_000e-9)
+    assert m.unit(1, shared).update_s == pytest.approx(10_000e-9)
+    rates = (*m.profile.updates, UpdateRate(optimizer="sgd", seconds_per_byte=3e-9, sharded=True))
+    with_main = msgspec.structs.replace(m.profile, updates=rates)
+    m = CostModel(with_main, m.cluster, m.goal, sliced=True)
+    assert m.unit(1, home).update_s == pytest.approx(40_000e-9)
+    assert m.unit(1, shared).update_s == pytest.approx(30_000e-9)

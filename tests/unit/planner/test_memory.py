@@ -109,6 +109,32 @@ def test_copies_are_made_when_the_unit_s_own_feature_maps_are_gone(saved):
     assert (working > leaving) == (saved == 1e7)
 
 
+@pytest.mark.parametrize("exchange", ["sharded", "fully_sharded"])
+def test_main_weights_and_their_state_are_counted(exchange):
+    def half(unit):
+        (parameter,) = unit.parameters
+        own = msgspec.structs.replace(parameter, bytes=parameter.bytes // 2)
+        share = msgspec.structs.replace(unit.whole, parameter_bytes=own.bytes)
+        return msgspec.structs.replace(unit, parameters=(own,), shares=(share,), splits=())
+
+    goal = Goal(batch=8, optimizer="adamw")
+    optimizer, update = {}, {}
+    for name, made in (("float32", units()), ("bf16", [half(u) for u in units()])):
+        m = CostModel(chain_profile(made), cluster(4), goal, message_bytes=MIB, sliced=True)
+        home = Option(data_parallel(4))
+        for wish in (home, home._replace(exchange=exchange)):
+            (found,) = rank_memory(m, (home, *(wish,) * 3, home))
+            optimizer[name, wish.exchange] = found.points[0].optimizer
+            update[name, wish.exchange] = memory_of(m).unit(1, wish, 2).phases.update_temp
+    assert optimizer["float32", "dense"] == 2 * 3 * MIB
+    assert optimizer["float32", exchange] == 2 * 3 * MIB / 4
+    assert optimizer["bf16", "dense"] == 3 * MIB
+    # Two moments of four bytes for each element, and the weights once more.
+    assert optimizer["bf16", exchange] == 3 * 3 * MIB / 4
+    # The gradient in float32, then AdamW's two copies.
+    assert update["bf16", exchange] == 3 * MIB / 4
+
+
 def test_micro_batches_hold_one_of_feature_maps_and_all_gradients():
     whole, cut = model(batch=16), model(batch=16, micro_batches=2)
     (one,), (two,) = (rank_memory(m, m.baseline) for m in (whole, cut))

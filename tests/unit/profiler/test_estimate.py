@@ -90,8 +90,11 @@ def test_the_precision_is_that_of_the_model() -> None:
     assert taken["bf16"].dtype == "bfloat16"
     assert taken["bf16"].precision == "bf16"
     # An update moves as many bytes for each byte of parameters.
-    a, b = (taken[name].updates[-1].seconds_per_byte for name in ("float32", "bf16"))
+    a, b = (taken[name].update_seconds_per_byte("adamw") for name in ("float32", "bf16"))
     assert a == pytest.approx(b, rel=0.1)
+    # With main weights, float32 is moved for parameters of half its size, and both are compared.
+    assert taken["float32"].update_seconds_per_byte("adamw", sharded=True) == a
+    assert 2 * b < taken["bf16"].update_seconds_per_byte("adamw", sharded=True) < 5 * b
 
 
 def test_a_divided_units_shares_save_their_part() -> None:

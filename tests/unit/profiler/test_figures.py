@@ -61,6 +61,18 @@ def test_optimizers_rates_are_measured_on_copies() -> None:
     assert parameter.grad is None
 
 
+def test_updates_of_main_weights_are_measured_where_there_would_be_some() -> None:
+    """They move more bytes for each byte of a parameter that has 16 bits."""
+    whole = torch.nn.Parameter(torch.randn(1024, 1024))
+    half = torch.nn.Parameter(torch.randn(1024, 1024, dtype=torch.bfloat16))
+    before = half.detach().clone()
+    assert not any(rate.sharded for rate in update_rates([whole], ["adamw"]))
+    plain, sharded = update_rates([half], ["adamw"])
+    assert (plain.sharded, sharded.sharded) == (False, True)
+    assert 0 < sharded.seconds_per_byte < 1e-5
+    assert torch.equal(half, before)
+
+
 def test_optimizers_unknown_and_models_without_parameters() -> None:
     with pytest.raises(InputError, match=r"'muon' is not known: choose from sgd"):
         update_rates([torch.zeros(3)], ["muon"])
