@@ -13,7 +13,6 @@ bits (Micikevicius et al., arXiv 1710.03740)."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,8 +57,8 @@ def update_chunks(
     state: dict[Any, Any],
     step_on: StepOn,
 ) -> None:
-    """Updates the chunk of each parameter by the chunk's gradient. ``groups`` and ``state`` are the
-    optimizer's, of the parameters."""
+    """Updates the chunk of each parameter by the chunk's gradient, which may be gone afterwards.
+    ``groups`` and ``state`` are the optimizer's, of the parameters."""
     states: dict[Any, Any] = defaultdict(dict)
     stepped: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, chunk in chunks.items():
@@ -87,17 +86,26 @@ def sharded_step(optimizer: Optimizer) -> Callable[[], None] | None:
     parameters = parameters_of(optimizer)
     if not any(has_main_weights(p) for p in parameters):
         return None
-    whole = {p: p for p in parameters}
-    return partial(update_chunks, whole, optimizer.param_groups, {}, own_step(optimizer))
+    state: dict[Any, Any] = {}
+
+    def step() -> None:
+        chunks = {p: nn.Parameter(p.detach()) for p in parameters}
+        for parameter, chunk in chunks.items():
+            chunk.grad = parameter.grad
+        update_chunks(chunks, optimizer.param_groups, state, own_step(optimizer))
+
+    return step
 
 
 def _main_weights(chunk: nn.Parameter, known: Tensor | None) -> nn.Parameter:
-    """A chunk's weights and gradient in float32, the weights as ``known`` where they still hold."""
+    """A chunk's weights in float32, as ``known`` where they still hold, with its gradient, which
+    the chunk gives away."""
     main = chunk.detach().float()
     if known is not None:  # where it lies, so that all of a unit's are never there twice
         main = torch.where(known.to(chunk.dtype) == chunk, known, main, out=known)
     found = nn.Parameter(main)
-    found.grad = None if chunk.grad is None else chunk.grad.float()
+    if chunk.grad is not None:
+        found.grad, chunk.grad = chunk.grad.float(), None  # never both of all parameters
     return found
 
 

@@ -70,7 +70,7 @@ def guessed(model: nn.Module, modules: Sequence[str]) -> bool:
     if any(recipe.specs(named) for _, recipe in BLOCKS):
         return True
     first, *followers = named.values()
-    return is_subclass(first, (nn.Linear, *CONVOLUTIONS)) or any(
+    return is_subclass(first, (nn.Linear, nn.Embedding, *CONVOLUTIONS)) or any(
         is_lookalike(module) or is_derived(module) for module in followers
     )
 

@@ -97,12 +97,13 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_subclass(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     """Whether somebody else's class is derived from one of ``kinds`` and has no more parameters,
-    buffers and modules: its forward may do the same in other words, or not, so that what is split
-    is checked numerically."""
+    modules and buffers but for single numbers: its forward may do the same in other words, or not,
+    so that what is split is checked numerically."""
     if not isinstance(module, kinds) or type(module).__module__.startswith("torch."):
         return False
     own = {name for name, _ in module.named_parameters()}
-    return own <= {"weight", "bias"} and not [*module.buffers(), *module.children()]
+    wide = any(buffer.numel() > 1 for buffer in module.buffers())
+    return own <= {"weight", "bias"} and not wide and not [*module.children()]
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -179,7 +180,9 @@ class EmbeddingRecipe:
     def specs(self, modules: Modules) -> list[SplitSpec]:
         """None where vectors are renormalised (that needs them whole) or gradients sparse."""
         (name, first), *rest = modules.items()
-        if type(first) is not nn.Embedding:
+        if not isinstance(first, nn.Embedding):
+            return []
+        if type(first) is not nn.Embedding and not is_subclass(first, (nn.Embedding,)):
             return []
         if first.max_norm is not None or first.sparse or first.scale_grad_by_freq:
             return []
@@ -201,19 +204,20 @@ class EmbeddingRecipe:
 
 def _patch_symbols(module: nn.Embedding, first: int, reduce: Reduce) -> None:
     """``first`` is the symbol whose vector is in row 0 of the member's slice."""
-    padding = None if module.padding_idx is None else module.padding_idx - first
+    lookup, count = module.forward, module.weight.shape[0]
+    if module.padding_idx is not None:
+        # Its vector gets no gradient; it may lie in another member's slice.
+        padding = module.padding_idx - first
+        module.padding_idx = padding if 0 <= padding < count else None
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002
-        count = module.weight.shape[0]
-        local = input - first  # rows of the slice; symbols of others are outside of it
-        mine = (local >= 0) & (local < count)
         if count == 0:
             zeros = module.weight.new_zeros(*input.shape, module.weight.shape[1])
             return reduce(zeros + module.weight.sum())
-        # The padding symbol's vector gets no gradient; it may lie in another member's slice.
-        inside = padding if padding is not None and 0 <= padding < count else None
-        vectors = F.embedding(local.clamp(0, count - 1), module.weight, inside)
-        return reduce(vectors * mine.unsqueeze(-1))
+        local = input - first  # rows of the slice; symbols of others are outside of it
+        mine = (local >= 0) & (local < count)
+        # What a class of its own does with vectors (Gemma scales them) it does with those found.
+        return reduce(lookup(local.clamp(0, count - 1)) * mine.unsqueeze(-1))
 
     module.forward = forward  # type: ignore[method-assign]
 

@@ -266,11 +266,15 @@ class MemoryModel:
 
     def _main_update_temp(self, k: int, option: Option) -> float:
         """Temporaries of the update of main weights: the unit's gradients in float32, and one
-        parameter's weights beside what they round to and where that differs."""
+        parameter's weights beside what they round to and where that differs. Less what is counted
+        there and has gone: the gradients, and the copies of sharded ones that were exchanged."""
         sizes = [size for p, size in self._sizes_bytes(k, option) if p.is_half]
         wide = [MAIN_COPIES * size for size in sizes]
         checked = max((MAIN_COPIES + 1.5) * size for size in sizes)
-        return (sum(wide) + max(self._optimizer_copies(wide), checked)) / option.layout.groups
+        groups, half = option.layout.groups, sum(sizes)
+        gone = half / groups if option.gathers else half * (2 - 1 / groups)
+        taken = (sum(wide) + max(self._optimizer_copies(wide), checked)) / groups
+        return max(taken - gone, 0.0)
 
     def _optimizer_copies(self, sizes: Sequence[int]) -> float:
         """What an optimizer's step copies of parameters of these bytes."""

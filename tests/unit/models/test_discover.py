@@ -403,6 +403,21 @@ class Padded(nn.Conv2d):
         return super().forward(nn.functional.pad(x, (1, 0, 0, 0)))
 
 
+class ScaledVectors(nn.Embedding):
+    """Vectors times a number, as Gemma's; ``among`` features, each by the sum of all too."""
+
+    def __init__(self, among: str) -> None:
+        super().__init__(9, 4, padding_idx=2)
+        self.among = among
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x) * self.scale
+        if self.among == "features":
+            return found * found.sum(-1, True)
+        return found * found.sum(1, True) if self.among == "positions" else found
+
+
 class Centring(nn.Linear):
     """A plain product, and all its outputs mixed under a condition."""
 
@@ -457,6 +472,17 @@ def test_settings_that_are_not_printed_tell_units_apart() -> None:
 )
 def test_a_subclass_is_divided_where_that_is_shown(model, shape, expected) -> None:
     found = discover(model, Batch((torch.randn(3, *shape),), None))
+    assert styles(found, "0") == expected
+
+
+@pytest.mark.parametrize(
+    ("among", "expected"),
+    [("none", ["column", "pair"]), ("features", ["pair"]), ("positions", ["column"])],
+)
+def test_an_embedding_of_a_class_of_its_own(among, expected) -> None:
+    """Symbols are shared out where what is done with a vector needs no other symbol's."""
+    model = nn.Sequential(ScaledVectors(among), nn.Linear(4, 2))
+    found = discover(model, Batch((torch.randint(9, (3, 5)),), None))
     assert styles(found, "0") == expected
 
 

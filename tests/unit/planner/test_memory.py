@@ -131,8 +131,10 @@ def test_main_weights_and_their_state_are_counted(exchange):
     assert optimizer["bf16", "dense"] == 3 * MIB
     # Two moments of four bytes for each element, and the weights once more.
     assert optimizer["bf16", exchange] == 3 * 3 * MIB / 4
-    # The gradient in float32, then AdamW's two copies.
-    assert update["bf16", exchange] == 3 * MIB / 4
+    # The gradient in float32, then AdamW's two copies, in place of the gradient of half their size
+    # or of its copies.
+    gone = {"sharded": 2 - 1 / 4, "fully_sharded": 1 / 4}[exchange] * MIB / 2
+    assert update["bf16", exchange] == max(3 * MIB / 4 - gone, 0)
 
 
 def test_micro_batches_hold_one_of_feature_maps_and_all_gradients():
