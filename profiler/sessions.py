@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from ..executor.comm.agreement import rank_zero_decides, together
+from ..executor.launch.devices import local_device
 from ..executor.launch.processes import Ranks
 from ..executor.launch.progress import Step
 from ..executor.launch.start import (
     device_name,
-    local_device,
     memory_bytes,
     software,
     start_process_group,

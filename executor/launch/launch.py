@@ -123,7 +123,7 @@ def differences(plan: Plan, ranks: int) -> list[str]:
     """What a run of ``ranks`` of a plan's ranks on this host has of other devices than those that
     the plan was made for, each in a sentence; told before anything is started."""
     found = []
-    # As ``start.local_device`` chooses: a GPU for each rank here, or the CPU for all.
+    # As ``devices.local_device`` chooses: a GPU for each rank here, or the CPU for all.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_cpu = gpus < ranks
     if on_cpu and gpus:

@@ -1,4 +1,4 @@
-"""This process as a rank: its process group, its device, its threads, and freed memory.
+"""This process as a rank: its process group, its threads, and freed memory.
 
 The process group comes from torchrun's environment, or has this process alone.
 """
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...planner.schema.errors import InputError, RunError
+from .devices import agreed_device, local_device
 
 # What torchrun tells every process of a run.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,8 +35,9 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     """Initialises torch.distributed where that was not done yet; the device of this rank.
 
     Under torchrun by its environment, else as the only rank of a world of one. gloo on the CPU;
-    with GPUs the one numbered ``LOCAL_RANK``, NCCL for its tensors and gloo for those on the host.
-    ``timeout_s`` is how long a collective may take. Raises ``InputError`` for half an environment.
+    with a GPU for each rank that (``devices``), NCCL for its tensors and gloo for those on the
+    host. ``timeout_s`` is how long a collective may take. Raises ``InputError`` for half an
+    environment.
     """
     device = local_device()
     # gloo's threads destroy a collective some time after it completed, and need Python's lock for
@@ -43,10 +45,8 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     # "terminate called without an active exception" (torch 2.13; seen in 1 of 14 runs). So they get
     # the lock for a moment before.
     atexit.register(time.sleep, 0.1)
-    if device.type == "cpu":
-        keep_freed_memory()
     if dist.is_initialized():
-        return device
+        return _with_memory(device)
     # Ranks on one host divide its cores, unless the user has said how many threads each takes.
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if "OMP_NUM_THREADS" not in os.environ and local_ranks > 1:
@@ -64,22 +64,18 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
         store = torch._C._distributed_c10d.HashStore()  # in this process: no port is opened
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     atexit.register(_end_process_group)
+    return _with_memory(agreed_device(device))
+
+
+def _with_memory(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        keep_freed_memory()
     return device
 
 
 def _end_process_group() -> None:
     if dist.is_initialized():  # the user may have ended it
         dist.destroy_process_group()
-
-
-def local_device() -> torch.device:
-    """The GPU numbered ``LOCAL_RANK`` where there is one for every local rank, else the CPU."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not torch.cuda.is_available() or torch.cuda.device_count() < max(ranks, local + 1):
-        return torch.device("cpu")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
 
 
 def _check_environment() -> None:
