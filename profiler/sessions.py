@@ -8,6 +8,7 @@ the software; a cluster by its hosts, devices and software. ``refresh`` measures
 import hashlib
 import os
 import socket
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..executor.comm.agreement import rank_zero_decides, together
+from ..executor.launch.attribution import check_mean
 from ..executor.launch.devices import local_device
 from ..executor.launch.processes import Ranks
 from ..executor.launch.progress import Step
@@ -235,11 +237,22 @@ def profile(
         # An unknown device is told before any work.
         datasheet(device)
         return estimate(_dry_workload(target, precision), device, batches=batches)
-    chosen = workload(target, precision=precision)
-    try_out(chosen)
+    chosen = _tried(target, precision)
     if ranks > 1:
         return _on_ranks(target, batches, ranks, chosen.precision, refresh=True)
     return profile_model(chosen, batches=batches, device=device_of(device), progress=progress)
+
+
+def _tried(target: str | Workload, precision: str | None) -> Workload:
+    """The workload, after a try. What training will refuse of its loss is a warning here: its times
+    can be measured, and are no other for a mean."""
+    chosen = workload(target, precision=precision)
+    try_out(chosen)
+    try:
+        check_mean(chosen)
+    except InputError as error:
+        warnings.warn(f"{error}; until then 'meshwright launch' will refuse it", stacklevel=4)
+    return chosen
 
 
 def _dry_workload(target: str | Workload, precision: str | None) -> Workload:
@@ -315,8 +328,7 @@ def profile_for(
     if names == {here}:
         batches = batches_for(goal, cluster.world_size)
         ranks = max(len(node.devices) for node in cluster.nodes)
-        chosen, where = workload(target, precision=precision), local_device()
-        try_out(chosen)
+        chosen, where = _tried(target, precision), local_device()
         if ranks > 1 and where.type == "cpu" and isinstance(target, str):
             return _on_ranks(target, batches, ranks, chosen.precision, refresh=False)
         return profile_model(

@@ -348,3 +348,16 @@ def test_a_batch_that_the_model_refuses_is_left_out() -> None:
     with pytest.raises(mw.InputError, match=r"refuses a batch of 1 with ValueError.*--batches"):
         profile(one_pixel(), batches=(1,), budget_s=2.0)
     assert mw.profile(one_pixel(), device="a100-sxm-40gb").batches[0] == 1
+
+
+def test_a_loss_that_is_a_sum_is_told_before_training():
+    def make_batch(size: int) -> Batch:
+        return Batch((torch.randn(size, 8),), torch.randint(4, (size,)))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target, reduction="sum")
+
+    summed = Workload("sums", nn.Linear(8, 4), make_batch, loss)
+    with pytest.warns(UserWarning, match=r"is a sum over samples.*launch' will refuse it"):
+        found = mw.profile(summed, batches=(2, 4))
+    assert found.units[1].kind == "linear"
