@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..models.compiled import CompiledRegions
+from ..models.opened import mapped
 from ..planner.cost.ownership import TensorPlacement, boxes
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import SHARDING, Plan
@@ -47,6 +48,7 @@ from .comm.groups import Group, World
 from .comm.watchdog import Watchdog
 from .comm.worker_threads import LEAVE_S
 from .forward import Forward, Weight, input_dims, samples_of, scale_output, shapes_of
+from .functions import values_for_functions
 from .gradients.buckets import BucketExchange, Exchange, GradParam, make_buckets
 from .gradients.feedback import Lossy
 from .gradients.flat_shard import FlatShardSpec
@@ -59,7 +61,7 @@ from .optimizer.lazy import LazySteps
 from .outside import Guard, KeptResults
 from .redistribution.bursts import Bursts
 from .redistribution.cache import RedistributionCache
-from .redistribution.lazy import materialize, materialize_for_functions
+from .redistribution.lazy import materialize
 from .redistribution.redistribute import Meter
 from .redistribution.shards import Shard
 from .synchronise import GradientSynchroniser, Kernels, MicroBatchCheck
@@ -249,8 +251,9 @@ class Run:
         return again
 
     def _functions(self) -> AbstractContextManager[None]:
-        """What the model's own ``autograd.Function``s need where tensors may be lazy."""
-        return materialize_for_functions() if self.divided else nullcontext()
+        """What functions of the model's own need where tensors are lazy or parameters wait."""
+        waits = self.divided or self.priority is not None
+        return values_for_functions() if waits else nullcontext()
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         grad = torch.is_grad_enabled()
@@ -304,7 +307,7 @@ class Run:
 
     def finish(self, model: nn.Module, output: Any, forward: Forward | None) -> Any:
         """The model's output as the user gets it."""
-        output = materialize(output)
+        output = mapped(output, materialize)
         if forward is None or not torch.is_grad_enabled():
             return output
         if forward.header is not None:

@@ -3,7 +3,6 @@
 See [Note: Dry runs] below for models that do not fit into this machine.
 """
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,9 +17,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..models.compiled import eagerly
-from ..models.replay import preserved
+from ..models.opened import tensors_in
+from ..models.replay import deepcopy_of, preserved
 from ..models.spec import UnitSpec
-from ..models.units.storages import LiveStorages, tensors_in
+from ..models.units.storages import LiveStorages
 from ..models.workload import Batch, Workload, device_of
 from ..planner.schema.curve import Curve
 from .timing import Loss, Timeline
@@ -327,7 +327,7 @@ def dry(workload: Workload) -> Workload:
         memo[id(p)] = nn.Parameter(p.detach().to(META), p.requires_grad)
     computed = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor))
     memo.update({id(t): t.detach().to(META) for t in computed})
-    return replace(workload, model=copy.deepcopy(model, memo), make_batch=make_batch)
+    return replace(workload, model=deepcopy_of(model, memo), make_batch=make_batch)
 
 
 class FusedAttention(TorchFunctionMode):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..executor.optimizer.chunks import sharded_step
 from ..executor.optimizer.kinds import optimizer_for
+from ..models.opened import tensors_in
 from ..models.spec import UnitSpec
-from ..models.units.storages import tensors_in
 from ..models.workload import Batch
 from ..planner.schema.errors import InputError
 from ..planner.schema.goal import OPTIMIZERS, OptimizerName

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...models.opened import tensors_in
 from ...models.replay import fix_statistics, preserved
 from ...models.target import default_loss, trial
 from ...models.trial_sizes import SIZES
-from ...models.units.storages import tensors_in
 from ...models.workload import Batch, Workload, device_of
 from ...planner.schema.errors import InputError
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...models.compiled import Taken
+from ...models.opened import tensors_in
 from ...models.precision import in_precision
 from ...models.replay import copied, fix_statistics, preserved
 from ...models.target import trial, try_out
 from ...models.units.chance import layer_drop_rates
-from ...models.units.storages import tensors_in
 from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..compiled import eagerly, uncompiled
+from ..opened import tensors_in
 from ..replay import preserved
 from ..trial_sizes import SEVERAL
 from ..workload import Batch, Workload, device_of
-from .storages import tensors_in
 
 # [Note: Where the samples are]
 # - A workload draws batches of any size: what is as long as the batch in batches of several sizes

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 from ...planner.schema.errors import InputError
 from ..compiled import eagerly
 from ..failing import in_module
+from ..opened import leaves_in
 from ..replay import preserved
 from ..workload import Batch
 
@@ -99,8 +100,9 @@ class _Recorder(TorchFunctionMode):
         self._alive: list[Tensor] = []
         self._names = {id(p): name for name, p in model.named_parameters()}
 
-    def seen(self, tree: Any) -> list[TracedTensor | None]:
-        leaves = pytree.tree_leaves(tree)
+    def seen(self, tree: Any, *, whole: bool = False) -> list[TracedTensor | None]:
+        # What the whole model takes and makes is opened; units take and make what torch flattens.
+        leaves = leaves_in(tree) if whole else pytree.tree_leaves(tree)
         return [self._seen(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def _seen(self, tensor: Tensor) -> TracedTensor:
@@ -130,14 +132,16 @@ class _Recorder(TorchFunctionMode):
         return tuple(e.module for e in self.stack if e.module is not None)
 
     def enter(self, name: str, args: Any, kwargs: Any) -> None:
-        event = Event(len(self.events), name, "", self.names, self.seen((args, kwargs)))
+        event = Event(
+            len(self.events), name, "", self.names, self.seen((args, kwargs), whole=not name)
+        )
         event.takes_one = len(args) == 1 and not kwargs
         self.events.append(event)
         self.stack.append(event)
 
     def leave(self, output: Any) -> None:
         event = self.stack.pop()
-        event.outputs = self.seen(output)
+        event.outputs = self.seen(output, whole=not event.module)
         event.makes_one = isinstance(output, Tensor)
         event.end = len(self.events)
 
