@@ -253,10 +253,13 @@ def _refuse_late_users(model: nn.Module, plan: Plan, shards: ModelShards) -> Non
             "batches for which it is called"
         )
 
+    run = [model.get_submodule(path) for unit in plan.units for path in unit.modules]
+    seen = {inner for module in run for inner in module.modules()}
     for name in filter(_never_run(plan), shards.by_name):
         path = name.rpartition(".")[0]
-        hook = partial(refuse, path=path, name=name)
-        model.get_submodule(path).register_forward_pre_hook(hook)
+        module = model.get_submodule(path)
+        if module not in seen:  # else it is another name of a module that runs
+            module.register_forward_pre_hook(partial(refuse, path=path, name=name))
 
 
 def _only_listed(name: str, same: list[str]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame  # torch has no public name for it
 
 from ..models.compiled import not_traced
@@ -133,6 +133,12 @@ class _Scale(torch.autograd.Function):
         factor = ctx.record.factor()
         if factor == 1.0:
             return gradient, None, None
+        if torch.is_grad_enabled():  # only where the graph of this backward is asked for
+            raise InputError(
+                "the loss takes a gradient of the model's output (a penalty), and ranks feed "
+                "different numbers of samples, by which the output's gradient is weighted: feed "
+                "equal shares, or take that gradient in the model's forward and return it"
+            )
         # Zeros, not a product: the mean over no samples is not a number.
         scaled = gradient * factor if factor else torch.zeros_like(gradient)
         return scaled, None, None
@@ -146,7 +152,11 @@ def scale_output(output: Any, forward: Forward, began: Callable[[Forward], None]
     """
 
     def scale(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        # What is no parameter and was given to the model has no gradient that anybody exchanges:
+        # the loss may ask for one with respect to that very tensor.
+        if leaf.grad_fn is not None or (leaf.requires_grad and isinstance(leaf, nn.Parameter)):
             return _Scale.apply(leaf, forward, began)  # type: ignore[no-untyped-call]
         return leaf
 

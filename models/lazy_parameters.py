@@ -34,7 +34,7 @@ def given_shapes(model: nn.Module, batch: Batch) -> None:
     modes = [(module, module.training) for module in model.modules()]
     try:
         given = batch.to(device_of(model))
-        with torch.no_grad():
+        with torch.enable_grad():
             with suppress(Exception):  # it may have no evaluation mode
                 model.eval()
             model(*given.args, **given.kwargs)

@@ -36,10 +36,14 @@ def held_buffers(model: nn.Module) -> list[HeldBuffer]:
 
 def put_back(buffers: list[HeldBuffer]) -> None:
     """Gives buffers the values that they had, also where a forward put another tensor there: some
-    are made anew in the size of the first input."""
+    are made anew in the size of the first input, or resized to it (observers for quantization)."""
     with torch.no_grad():
         for module, name, buffer, before in buffers:
-            module._buffers[name] = buffer.copy_(before)
+            if buffer.shape == before.shape:
+                buffer.copy_(before)
+            else:
+                buffer.data = before.clone()  # the same object, in its first size
+            module._buffers[name] = buffer
 
 
 @contextmanager

@@ -168,6 +168,7 @@ def own_batch(chosen: Workload, size: int) -> Batch:
         found = batch.size
     except ValueError as error:
         raise InputError(f"make_batch({size}) of {chosen.name!r}: {error}: {wanted}") from None
+    _check_nested(batch, f"make_batch({size}) of {chosen.name!r} gave")
     if found != size:
         _check_lists(batch, f"make_batch({size}) of {chosen.name!r} gave")
         raise InputError(
@@ -185,20 +186,20 @@ def check_batches(chosen: Workload) -> None:
 
 @contextmanager
 def trial(chosen: Workload) -> Iterator[Workload]:
-    """The workload to run a few samples through: eager, in its precision and without gradients.
-    Random state, buffers and training mode are put back."""
+    """The workload to run a few samples through: eager, in its precision. Random state, buffers,
+    gradients and training mode are put back."""
     with (
         uncompiled(chosen.model) as model,
         measured_in(replace(chosen, model=model), None) as run,
         preserved(run.model),
         eagerly(),
-        torch.no_grad(),
+        torch.enable_grad(),  # a model or its loss may ask for gradients itself: forces, penalties
     ):
         yield run
 
 
 def try_out(chosen: Workload, device: torch.device | str = "cpu") -> int:
-    """One forward and loss on a batch of the workload's own, without gradients: of the first of
+    """One forward and loss on a batch of the workload's own, without backward: of the first of
     ``SIZES`` that its model and its make_batch take, which is returned.
 
     Raises ``InputError`` with the error at the first of them where they take none; random state,
@@ -270,6 +271,7 @@ def example_batch(model: nn.Module, inputs: Any) -> Batch:
         batch = Batch((), None, dict(inputs))
     else:
         batch = Batch(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), None)
+    _check_nested(batch, f"example_inputs of {type(model).__name__} hold")
     given_shapes(model, batch)
     batch = with_dims(model, batch)
     if batch.batch_dims is None:
@@ -283,6 +285,15 @@ def example_batch(model: nn.Module, inputs: Any) -> Batch:
     if empty:
         raise InputError("example_inputs hold no samples: pass at least one, better a few")
     return batch
+
+
+def _check_nested(batch: Batch, found: str) -> None:
+    """Raises ``InputError`` for tensors of which no samples can be taken."""
+    if any(t.is_nested for t in batch.tensors()):
+        raise InputError(
+            f"{found} a nested tensor, of which no samples can be taken: give it filled up to one "
+            "length, with the lengths, and nest it in the model's forward"
+        )
 
 
 def _check_lists(batch: Batch, found: str) -> None:

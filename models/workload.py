@@ -75,10 +75,11 @@ class Batch:
         raise ValueError("a batch needs a tensor with at least one dim, this one has none")
 
     def slice(self, lo: int, hi: int) -> Batch:
-        """Samples ``lo`` to ``hi - 1`` as views; ``lo == hi`` is an empty batch."""
+        """Samples ``lo`` to ``hi - 1`` as views (sparse ones as copies); ``lo == hi`` is an empty
+        batch."""
         if not 0 <= lo <= hi <= self.size:
             raise ValueError(f"cannot slice samples {lo}..{hi} out of a batch of {self.size}")
-        return self._per_sample(lambda tensor, dim: tensor.narrow(dim, lo, hi - lo))
+        return self._per_sample(lambda tensor, dim: _part(tensor, dim, lo, hi - lo))
 
     def copied(self) -> Batch:
         """The same in memory of its own."""
@@ -113,6 +114,12 @@ class Batch:
         given = (self.args, dict(self.kwargs), self.target)
         args, kwargs, target = map_tensors(given, function)
         return replace(self, args=args, target=target, kwargs=kwargs)
+
+
+def _part(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
+    if tensor.layout is torch.strided:
+        return tensor.narrow(dim, start, length)
+    return tensor.narrow_copy(dim, start, length)
 
 
 @dataclass(frozen=True, eq=False)

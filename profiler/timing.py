@@ -192,7 +192,7 @@ def update_rates(
     parameters: Iterable[Tensor], optimizers: Sequence[str], rounds: int = 9
 ) -> tuple[UpdateRate, ...]:
     """The measured rate of each optimizer on copies of ``parameters``, and that of a sharded
-    exchange where it differs; fewer rounds where they take long."""
+    exchange where it differs; fewer rounds where they take long. What is frozen is not updated."""
     for name in optimizers:
         if name not in OPTIMIZERS:
             raise InputError(
@@ -200,6 +200,8 @@ def update_rates(
             )
     copies: list[nn.Parameter] = []
     for parameter in parameters:
+        if not parameter.requires_grad:
+            continue  # no optimizer changes it, and of whole numbers none could
         if copies and sum(c.nbytes for c in copies) + parameter.nbytes > LIMIT_BYTES:
             continue
         copies.append(nn.Parameter(parameter.detach().clone()))

@@ -349,7 +349,7 @@ def _computable(
     size = try_out(workload)
     batch, model = _draw(workload, [size], asked, device)[0], copied(workload.model)
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.enable_grad(), torch.random.fork_rng():
             made = model.to(device=device, dtype=_DTYPES[asked])(*batch.args, **batch.kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
@@ -364,7 +364,7 @@ def _computable(
 def _run_once(model: nn.Module, batch: Batch) -> None:
     """One forward on every rank, as some models cast parameters in their first: on rank 0, which
     trains alone before, they would be of another type than elsewhere."""
-    with torch.no_grad(), preserved(model):
+    with torch.enable_grad(), preserved(model):
         model(*batch.args, **batch.kwargs)
 
 

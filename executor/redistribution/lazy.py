@@ -4,7 +4,9 @@ unit asks for its values. See [Note: Forms of a divided tensor] in redistribute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,6 +111,32 @@ _SHAPE = {
     Tensor.__len__,
     Tensor.is_floating_point,
 }
+
+
+class _Functions(threading.local):
+    """How many ``autograd.Function``s this thread is in the forward of."""
+
+    depth = 0
+
+
+_functions = _Functions()
+
+
+@contextmanager
+def in_function() -> Iterator[None]:
+    """Around the forward of an ``autograd.Function``, which may call modules (checkpointing)."""
+    # What it returns gets its graph from autograd, and a lazy tensor hides another one in it, which
+    # has none there: the next unit would take that, and the units before get no gradient.
+    _functions.depth += 1
+    try:
+        yield
+    finally:
+        _functions.depth -= 1
+
+
+def may_be_lazy() -> bool:
+    """Whether a unit that is called now may leave a lazy tensor."""
+    return not _functions.depth
 
 
 def materialize(tree: Any) -> Any:

@@ -129,7 +129,7 @@ def with_dims(model: nn.Module, batch: Batch) -> Batch:
     if batch.batch_dims is not None or any(p.is_meta for p in model.parameters()):
         return batch
     try:
-        with uncompiled(model) as own, preserved(own), eagerly(), torch.no_grad():
+        with uncompiled(model) as own, preserved(own), eagerly(), torch.enable_grad():
             own.eval()
             given = batch.to(device_of(own))
             whole = tensors_in(own(*given.args, **given.kwargs))

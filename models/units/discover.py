@@ -49,6 +49,7 @@ from .trace import Trace, record
 # branch taken for other inputs) is not known.
 
 _TRIED_SAMPLES = 2
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 _BLOCKS = ("attention", "mlp", "experts")
 
 
@@ -187,7 +188,7 @@ def _input_dims(batch: Batch) -> dict[int, int]:
 
 
 def check_gradients(model: nn.Module) -> None:
-    """``InputError`` for a module whose gradients nobody exchanges."""
+    """``InputError`` for a module whose gradients nobody exchanges, or somebody else."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             what = f"module {name!r}" if name else "the model"
@@ -195,11 +196,25 @@ def check_gradients(model: nn.Module) -> None:
                 f"{what} is scripted or traced by torch.jit and takes no hooks, by which units are "
                 "measured and run: train the module that it was made of, and script it afterwards"
             )
+        if _exchanges(module):
+            what = f"module {name!r}" if name else "the model"
+            raise InputError(
+                f"{what} is a {type(module).__name__}, which exchanges gradients itself: give the "
+                "module inside it, as it was before it was wrapped"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise InputError(
                 f"embedding {name!r} makes sparse gradients, which are not exchanged: build it "
                 "with sparse=False"
             )
+
+
+def _exchanges(module: nn.Module) -> bool:
+    """Whether it is one of torch's own ways to train on several devices."""
+    replicas = isinstance(module, nn.DataParallel) and len(module.device_ids) > 1
+    # By name, as torch.distributed is no part of this room: FSDP2 puts its class before a module's.
+    names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}
+    return replicas or bool(names & _WRAPPERS)
 
 
 def _discovery(
