@@ -208,6 +208,9 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
     layouts, never_runs = subset_layouts(model, plan), _never_run(plan)
     for same in aliases(model).values():
         used = [name for name in same if not _only_listed(name, same)]
+        # A module may have several names: what the plan says of one of them holds for it.
+        known = {_holder(model, name) for name in used if name in cuts or name in layouts}
+        used = [n for n in used if n in cuts or n in layouts or _holder(model, n) not in known]
         uses = {name: (cuts.get(name), layouts.get(name)) for name in used}
         if not any(layouts.get(name) for name in used):
             # What runs has them cut, under all of their names.
@@ -218,6 +221,11 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
                 f"one parameter is divided in different ways by its uses ({sentences}): give all "
                 "units that share it one layout"
             )
+
+
+def _holder(model: nn.Module, name: str) -> nn.Module:
+    """The module that has the tensor of that name."""
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _never_run(plan: Plan) -> Callable[[str], bool]:

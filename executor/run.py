@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from ..models.compiled import CompiledRegions
 from ..models.opened import mapped
 from ..planner.cost.ownership import TensorPlacement, boxes
+from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import SHARDING, Plan
 from ..planner.simulate.slicing import by_urgency
@@ -137,8 +138,15 @@ class Run:
         self.watch.issued(what, group or self.world.gradients[1])
 
     def counts(self) -> tuple[int, ...]:
-        """The samples that each position feeds in the forward that runs."""
-        assert self.forward is not None
+        """The samples that each position feeds in the forward that runs. Raises ``InputError``
+        where none does, nor a backward that runs a part of one again."""
+        again = torch._C._current_graph_task_id() >= 0  # in a backward
+        if self.forward is None or not (self.inside or again):
+            raise InputError(
+                "a part of the model that is divided over ranks was called outside of the model's "
+                "own call (by model.forward(x), or a module of it by itself), so nothing is known "
+                "of the samples that other ranks feed: call the model, model(x), on every rank"
+            )
         return self.world.by_position(self.forward.counts())
 
     def group_counts(self, layout: Layout) -> tuple[int, ...]:
