@@ -4,7 +4,7 @@ samples."""
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -194,9 +194,36 @@ def batch_buffers(
             "samples of a forward, of which each rank sees its own only, so no training on shares "
             "of a batch leaves the buffer of the whole; parameters and losses are equal"
         )
-        for name, buffer in whole.items()
+        for name, buffer in sorted(whole.items(), key=lambda item: item[0] not in found)
         if name in found or (_is_whole(buffer) and name.rpartition(".")[0] in modules)
     }
+
+
+def used_buffers(workload: Workload, batch: Batch, names: Collection[str]) -> str:
+    """A sentence where the model computes with what it keeps in the buffers of these names (which
+    ``batch_buffers`` has found): the loss of a part of the batch is another when they begin with
+    what all of it leaves. Empty where it does not."""
+    model, part = workload.model, batch.slice(0, batch.size // 2)
+
+    def loss(start: Mapping[str, Tensor]) -> Tensor:
+        for name, value in start.items():
+            model.get_buffer(name).resize_(value.shape).copy_(value)
+        torch.manual_seed(0)
+        return _loss(workload, part)
+
+    with torch.enable_grad(), preserved(model):
+        fix_statistics(model)
+        before = {name: model.get_buffer(name).clone() for name in names}
+        model(*batch.args, **batch.kwargs)
+        left = {name: model.get_buffer(name).clone() for name in names}
+        if torch.equal(loss(before), loss(left)):
+            return ""
+    name = next(iter(names))
+    return (
+        f"module {name.rpartition('.')[0]!r} keeps in buffer {name!r} what it finds in all samples "
+        "of a forward, of which each rank sees its own only, and the model computes with it, so no "
+        "training on shares of a batch equals that of the whole"
+    )
 
 
 def _is_whole(buffer: Tensor) -> bool:

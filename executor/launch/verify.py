@@ -33,7 +33,7 @@ from ..apply import apply
 from ..comm.agreement import rank_zero_decides, together
 from ..optimizer.kinds import optimizer_for
 from ..parallel import full_state_dict
-from .attribution import batch_buffers, mixing_cause, restless_module
+from .attribution import batch_buffers, mixing_cause, restless_module, used_buffers
 from .draws import (
     FALSE_ALARM,
     Draw,
@@ -99,7 +99,8 @@ class _Trained(NamedTuple):
 class _Alone(NamedTuple):
     """The training in one process: where it ended, the model before it, the precision in which it
     computes with notes on that, why no plan could equal it, if none can, and the buffers that none
-    could, each with why. Of a random model what is random, and its draws."""
+    could, each with why, and why computing with these is another, if it is. Of a random model what
+    is random, and its draws."""
 
     trained: _Trained
     before: nn.Module
@@ -107,6 +108,7 @@ class _Alone(NamedTuple):
     notes: list[str]
     cause: str
     kept: dict[str, str]
+    used: str
     random: str
     draws: list[Draw]
 
@@ -204,6 +206,7 @@ def _alone(workload: Workload, batches: list[Batch], progress: Progress) -> _Alo
         share = STATE[precision].share
         cause = "" if chance else mixing_cause(workload, batches[0], share)
         kept = {} if chance else batch_buffers(workload, batches[0], share)
+        used = used_buffers(workload, batches[0], kept) if kept else ""
         began = time.perf_counter()
         trained = _train_alone(
             workload, batches, lambda n: progress(n, 2 * len(batches), "one process")
@@ -211,7 +214,7 @@ def _alone(workload: Workload, batches: list[Batch], progress: Progress) -> _Alo
         step_s = (time.perf_counter() - began) / len(batches)
     if chance:
         draws = draws_alone(workload, [batches[1]], SEED, draws_in(step_s), progress)
-    return _Alone(trained, before, precision, notes, cause, kept, chance, draws)
+    return _Alone(trained, before, precision, notes, cause, kept, used, chance, draws)
 
 
 def _chance(model: nn.Module, batch: Batch) -> str:
@@ -241,6 +244,8 @@ def _judged(
         return found, [], alone.cause
     if alone.kept and all(d.passed for d in compared(ours, without=alone.kept)):
         return found, [], next(iter(alone.kept.values()))
+    if alone.used:
+        return found, [], alone.used
     if worst > MOST_RELATIVE / STATE[alone.precision].relative:
         return found, [], ""
     spreads = {}

@@ -123,7 +123,7 @@ def test_a_class_with_a_call_of_its_own_is_refused() -> None:
         def __call__(self, x: Tensor) -> Tensor:
             return self.first(x)
 
-    with pytest.raises(mw.InputError, match="calling Called runs no forward.*its method forward"):
+    with pytest.raises(mw.InputError, match=r"calling Called runs no forward.*its method forward"):
         discover(Called(), batch(2))
 
 
