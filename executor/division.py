@@ -208,6 +208,9 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
     layouts, never_runs = subset_layouts(model, plan), _never_run(plan)
     for same in aliases(model).values():
         used = [name for name in same if not _only_listed(name, same)]
+        # A module may have several names: what the plan says of one of them holds for it.
+        known = {_holder(model, name) for name in used if name in cuts or name in layouts}
+        used = [n for n in used if n in cuts or n in layouts or _holder(model, n) not in known]
         uses = {name: (cuts.get(name), layouts.get(name)) for name in used}
         if not any(layouts.get(name) for name in used):
             # What runs has them cut, under all of their names.
@@ -218,6 +221,11 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
                 f"one parameter is divided in different ways by its uses ({sentences}): give all "
                 "units that share it one layout"
             )
+
+
+def _holder(model: nn.Module, name: str) -> nn.Module:
+    """The module that has the tensor of that name."""
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _never_run(plan: Plan) -> Callable[[str], bool]:
@@ -253,10 +261,13 @@ def _refuse_late_users(model: nn.Module, plan: Plan, shards: ModelShards) -> Non
             "batches for which it is called"
         )
 
+    run = [model.get_submodule(path) for unit in plan.units for path in unit.modules]
+    seen = {inner for module in run for inner in module.modules()}
     for name in filter(_never_run(plan), shards.by_name):
         path = name.rpartition(".")[0]
-        hook = partial(refuse, path=path, name=name)
-        model.get_submodule(path).register_forward_pre_hook(hook)
+        module = model.get_submodule(path)
+        if module not in seen:  # else it is another name of a module that runs
+            module.register_forward_pre_hook(partial(refuse, path=path, name=name))
 
 
 def _only_listed(name: str, same: list[str]) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame  # torch has no public name for it
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..models.compiled import not_traced
+from ..models.opened import leaves_in, mapped
 from ..planner.schema.errors import InputError
 from ..planner.schema.plan import Plan
 from .comm.control import Header, PendingGather
@@ -84,7 +83,7 @@ def input_dims(plan: Plan) -> dict[int, int]:
 
 def samples_of(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Mapping[int, int]) -> int:
     """How many samples a call is given, by ``dims`` of its inputs (see ``input_dims``)."""
-    for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
+    for i, leaf in enumerate(leaves_in((args, kwargs))):
         dim = dims.get(i) if dims else 0
         if dim is not None and isinstance(leaf, Tensor) and leaf.ndim > dim:
             return int(leaf.shape[dim])
@@ -106,7 +105,7 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Mapping[int, 
     return ";".join(
         f"{(*leaf.shape[: dims.get(i, 0)], *leaf.shape[dims.get(i, 0) + 1 :])}"
         f"{leaf.dtype}{leaf.requires_grad}"
-        for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))
+        for i, leaf in enumerate(leaves_in((args, kwargs)))
         if isinstance(leaf, Tensor)
     )
 
@@ -134,6 +133,12 @@ class _Scale(torch.autograd.Function):
         factor = ctx.record.factor()
         if factor == 1.0:
             return gradient, None, None
+        if torch.is_grad_enabled():  # only where the graph of this backward is asked for
+            raise InputError(
+                "the loss takes a gradient of the model's output (a penalty), and ranks feed "
+                "different numbers of samples, by which the output's gradient is weighted: feed "
+                "equal shares, or take that gradient in the model's forward and return it"
+            )
         # Zeros, not a product: the mean over no samples is not a number.
         scaled = gradient * factor if factor else torch.zeros_like(gradient)
         return scaled, None, None
@@ -142,20 +147,17 @@ class _Scale(torch.autograd.Function):
 def scale_output(output: Any, forward: Forward, began: Callable[[Forward], None]) -> Any:
     """``output`` with the gradient of each of its tensors weighted by the forward's factor.
 
-    Tensors are found in whatever torch flattens, and in dataclasses. ``began(forward)`` is called
-    in backward before the first gradient of this output goes on.
+    Tensors are found in whatever torch flattens, in dataclasses and in objects. ``began(forward)``
+    is called in backward before the first gradient of this output goes on.
     """
 
     def scale(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        # What is no parameter and was given to the model has no gradient that anybody exchanges:
+        # the loss may ask for one with respect to that very tensor.
+        if leaf.grad_fn is not None or (leaf.requires_grad and isinstance(leaf, nn.Parameter)):
             return _Scale.apply(leaf, forward, began)  # type: ignore[no-untyped-call]
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-            return leaf
-        fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
-        scaled = {name: scale_output(value, forward, began) for name, value in fields.items()}
-        # The same object where nothing in it is scaled: the user may know it by identity.
-        if all(scaled[name] is value for name, value in fields.items()):
-            return leaf
-        return dataclasses.replace(leaf, **scaled)
+        return leaf
 
-    return pytree.tree_map(scale, output)
+    return mapped(output, scale)

@@ -37,7 +37,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..models.compiled import CompiledRegions
+from ..models.opened import mapped
 from ..planner.cost.ownership import TensorPlacement, boxes
+from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import SHARDING, Plan
 from ..planner.simulate.slicing import by_urgency
@@ -47,6 +49,7 @@ from .comm.groups import Group, World
 from .comm.watchdog import Watchdog
 from .comm.worker_threads import LEAVE_S
 from .forward import Forward, Weight, input_dims, samples_of, scale_output, shapes_of
+from .functions import values_for_functions
 from .gradients.buckets import BucketExchange, Exchange, GradParam, make_buckets
 from .gradients.feedback import Lossy
 from .gradients.flat_shard import FlatShardSpec
@@ -59,7 +62,7 @@ from .optimizer.lazy import LazySteps
 from .outside import Guard, KeptResults
 from .redistribution.bursts import Bursts
 from .redistribution.cache import RedistributionCache
-from .redistribution.lazy import materialize, materialize_for_functions
+from .redistribution.lazy import materialize
 from .redistribution.redistribute import Meter
 from .redistribution.shards import Shard
 from .synchronise import GradientSynchroniser, Kernels, MicroBatchCheck
@@ -135,8 +138,15 @@ class Run:
         self.watch.issued(what, group or self.world.gradients[1])
 
     def counts(self) -> tuple[int, ...]:
-        """The samples that each position feeds in the forward that runs."""
-        assert self.forward is not None
+        """The samples that each position feeds in the forward that runs. Raises ``InputError``
+        where none does, nor a backward that runs a part of one again."""
+        again = torch._C._current_graph_task_id() >= 0  # in a backward
+        if self.forward is None or not (self.inside or again):
+            raise InputError(
+                "a part of the model that is divided over ranks was called outside of the model's "
+                "own call (by model.forward(x), or a module of it by itself), so nothing is known "
+                "of the samples that other ranks feed: call the model, model(x), on every rank"
+            )
         return self.world.by_position(self.forward.counts())
 
     def group_counts(self, layout: Layout) -> tuple[int, ...]:
@@ -249,8 +259,9 @@ class Run:
         return again
 
     def _functions(self) -> AbstractContextManager[None]:
-        """What the model's own ``autograd.Function``s need where tensors may be lazy."""
-        return materialize_for_functions() if self.divided else nullcontext()
+        """What functions of the model's own need where tensors are lazy or parameters wait."""
+        waits = self.divided or self.priority is not None
+        return values_for_functions() if waits else nullcontext()
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         grad = torch.is_grad_enabled()
@@ -304,7 +315,7 @@ class Run:
 
     def finish(self, model: nn.Module, output: Any, forward: Forward | None) -> Any:
         """The model's output as the user gets it."""
-        output = materialize(output)
+        output = mapped(output, materialize)
         if forward is None or not torch.is_grad_enabled():
             return output
         if forward.header is not None:

@@ -133,7 +133,9 @@ def measured_in(workload: Workload, precision: str | None) -> Iterator[Workload]
             parameter.data = values
             parameter.grad = gradient
         for now, then in buffers:
-            now.update(then)
+            # One by one, as a scripted module's take no others.
+            for name, buffer in then.items():
+                now[name] = buffer
         torch.backends.cudnn.allow_tf32 = tf32
         torch.set_float32_matmul_precision(products)
 

@@ -36,10 +36,14 @@ def held_buffers(model: nn.Module) -> list[HeldBuffer]:
 
 def put_back(buffers: list[HeldBuffer]) -> None:
     """Gives buffers the values that they had, also where a forward put another tensor there: some
-    are made anew in the size of the first input."""
+    are made anew in the size of the first input, or resized to it (observers for quantization)."""
     with torch.no_grad():
         for module, name, buffer, before in buffers:
-            module._buffers[name] = buffer.copy_(before)
+            if buffer.shape == before.shape:
+                buffer.copy_(before)
+            else:
+                buffer.data = before.clone()  # the same object, in its first size
+            module._buffers[name] = buffer
 
 
 @contextmanager
@@ -74,7 +78,8 @@ def fix_statistics(model: nn.Module) -> None:
 
 def copied(modules: CopiedT) -> CopiedT:
     """``copy.deepcopy`` of a module or a list of them, also where a module keeps a tensor that it
-    computes before each forward (torch's old weight normalisation, pruning)."""
+    computes before each forward (torch's old weight normalisation, pruning). What a module keeps
+    and Python cannot copy (a lock, an open file, a generator) the copy has in common with it."""
     # deepcopy refuses those, as they have a history; the copy computes its own.
     memo: dict[int, Any] = {}
     for module in [modules] if isinstance(modules, nn.Module) else modules:
@@ -83,7 +88,33 @@ def copied(modules: CopiedT) -> CopiedT:
             for value in pytree.tree_leaves(list(vars(inner).values())):
                 if isinstance(value, Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(modules, memo)
+    return deepcopy_of(modules, memo)
+
+
+def deepcopy_of(modules: CopiedT, memo: dict[int, Any]) -> CopiedT:
+    """``copy.deepcopy``, which refuses a model for one attribute that it cannot copy: such a one is
+    kept as it is. ``memo`` has what stands for some objects in the copy."""
+    try:
+        return copy.deepcopy(modules, dict(memo))
+    except Exception:
+        shared = dict(memo)
+        for module in [modules] if isinstance(modules, nn.Module) else modules:
+            for inner in module.modules():
+                own = (v for name, v in vars(inner).items() if name not in _OF_MODULES)
+                shared.update({id(value): value for value in own if not _is_copyable(value, memo)})
+        return copy.deepcopy(modules, shared)
+
+
+# What every module has: its tensors, parts and hooks.
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _is_copyable(value: object, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:  # whatever its class raises
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)

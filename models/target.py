@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.schema.errors import InputError
 from ..planner.schema.precision import Precision, check_precision
 from .compiled import eagerly, uncompiled, unwrapped
 from .failing import in_module
+from .lazy_parameters import given_shapes, with_shapes
+from .opened import tensors_in
 from .precision import measured_in
 from .replay import preserved
 from .trial_sizes import SIZES, first_taken
@@ -69,7 +70,7 @@ def workload(target: str | Workload, *, seed: int = 0, precision: str | None = N
     if chosen is not None:
         return replace(workload(target, seed=seed), precision=chosen)
     if isinstance(target, Workload):
-        return located(target)
+        return located(with_shapes(target))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if ":" in target:
@@ -102,7 +103,8 @@ def _from_factory(target: str) -> Workload:
             f"factory {target!r} returned {type(made).__name__}, expected a meshwright.Workload: "
             "return Workload(name, model, make_batch, loss)"
         )
-    return located(replace(made, name=target))  # plans name it so, and it is found again by that
+    made = with_shapes(replace(made, name=target))
+    return located(made)  # plans name it so, and it is found again by that
 
 
 def _module(name: str) -> ModuleType:
@@ -166,7 +168,9 @@ def own_batch(chosen: Workload, size: int) -> Batch:
         found = batch.size
     except ValueError as error:
         raise InputError(f"make_batch({size}) of {chosen.name!r}: {error}: {wanted}") from None
+    _check_nested(batch, f"make_batch({size}) of {chosen.name!r} gave")
     if found != size:
+        _check_lists(batch, f"make_batch({size}) of {chosen.name!r} gave")
         raise InputError(
             f"make_batch({size}) of {chosen.name!r} gave {found} samples, as dim 0 of the first "
             f"tensor counts them where no dim follows the size that is asked for: {wanted}"
@@ -182,20 +186,20 @@ def check_batches(chosen: Workload) -> None:
 
 @contextmanager
 def trial(chosen: Workload) -> Iterator[Workload]:
-    """The workload to run a few samples through: eager, in its precision and without gradients.
-    Random state, buffers and training mode are put back."""
+    """The workload to run a few samples through: eager, in its precision. Random state, buffers,
+    gradients and training mode are put back."""
     with (
         uncompiled(chosen.model) as model,
         measured_in(replace(chosen, model=model), None) as run,
         preserved(run.model),
         eagerly(),
-        torch.no_grad(),
+        torch.enable_grad(),  # a model or its loss may ask for gradients itself: forces, penalties
     ):
         yield run
 
 
 def try_out(chosen: Workload, device: torch.device | str = "cpu") -> int:
-    """One forward and loss on a batch of the workload's own, without gradients: of the first of
+    """One forward and loss on a batch of the workload's own, without backward: of the first of
     ``SIZES`` that its model and its make_batch take, which is returned.
 
     Raises ``InputError`` with the error at the first of them where they take none; random state,
@@ -267,7 +271,11 @@ def example_batch(model: nn.Module, inputs: Any) -> Batch:
         batch = Batch((), None, dict(inputs))
     else:
         batch = Batch(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), None)
+    _check_nested(batch, f"example_inputs of {type(model).__name__} hold")
+    given_shapes(model, batch)
     batch = with_dims(model, batch)
+    if batch.batch_dims is None:
+        _check_lists(batch, f"example_inputs of {type(model).__name__} hold")
     try:
         empty = batch.size == 0
     except ValueError:
@@ -279,12 +287,38 @@ def example_batch(model: nn.Module, inputs: Any) -> Batch:
     return batch
 
 
+def _check_nested(batch: Batch, found: str) -> None:
+    """Raises ``InputError`` for tensors of which no samples can be taken."""
+    if any(t.is_nested for t in batch.tensors()):
+        raise InputError(
+            f"{found} a nested tensor, of which no samples can be taken: give it filled up to one "
+            "length, with the lengths, and nest it in the model's forward"
+        )
+
+
+def _check_lists(batch: Batch, found: str) -> None:
+    """Raises ``InputError`` where the first tensor lies in a list: what is shorter or longer by one
+    sample may be the list (images of different sizes), and parts of a batch are cut off tensors.
+    ``found`` says whose batch it is."""
+    for name, value in (*enumerate(batch.args), *batch.kwargs.items()):
+        if not tensors_in(value):
+            continue
+        if isinstance(value, list):
+            raise InputError(
+                f"{found} a list of length {len(value)} as argument {name!r}, of which no "
+                "dimension counts the samples: wrap the model in one whose forward takes the "
+                "samples stacked in one tensor, filled up to one size, and makes the list of them, "
+                "or say in Batch(batch_dims=...) which dimension counts them"
+            )
+        return
+
+
 def default_loss(output: Any, target: Any) -> Tensor:
     """The output's own loss, or a mean over its floating tensors so that backward has a start."""
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    leaves = [t for t in tensors_in(output) if t.requires_grad]
     if not leaves:
         raise InputError("the model's output holds no tensor that depends on a parameter")
     # Sums, as the mean of no elements is not a number.
@@ -296,7 +330,7 @@ def workload_of(
 ) -> tuple[Workload, int]:
     """What to measure, and how many samples a rank feeds where the user does not say."""
     if isinstance(model, Workload):
-        return located(model), WORKLOAD_SAMPLES
+        return located(with_shapes(model)), WORKLOAD_SAMPLES
     if not isinstance(model, nn.Module):
         raise InputError(
             f"auto_parallelize got {type(model).__name__} as model, expected a torch.nn.Module or "

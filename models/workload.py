@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.schema.errors import InputError
 from ..planner.schema.precision import Precision
+from .opened import map_tensors, tensors_in
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -24,10 +24,11 @@ class Batch:
     """What one forward is fed: ``model(*args, **kwargs)``, then ``loss(output, target)``.
 
     Each of the three may nest tensors in anything that torch flattens (tuples, lists, dicts, named
-    tuples). ``batch_dims`` says, for each tensor of args, kwargs and target in this order, which of
-    its dims counts the samples; None for a tensor that all samples share. Without it, as in what
-    ``make_batch`` returns, Meshwright finds them (models/units/batch_dims.py); where it cannot, a
-    tensor whose dim 0 is as long as that of the first tensor holds one entry per sample.
+    tuples), in dataclasses and in objects that hold tensors. ``batch_dims`` says, for each tensor
+    of args, kwargs and target in this order, which of its dims counts the samples; None for a
+    tensor that all samples share. Without it, as in what ``make_batch`` returns, Meshwright finds
+    them (models/units/batch_dims.py); where it cannot, a tensor whose dim 0 is as long as that of
+    the first tensor holds one entry per sample.
     """
 
     args: tuple[Any, ...]
@@ -61,8 +62,7 @@ class Batch:
     def tensors(self) -> list[Tensor]:
         """The tensors of args, kwargs and target, in this order."""
         # As a dict: torch flattens no other mapping.
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs), self.target))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors_in((self.args, dict(self.kwargs), self.target))
 
     @property
     def size(self) -> int:
@@ -75,10 +75,11 @@ class Batch:
         raise ValueError("a batch needs a tensor with at least one dim, this one has none")
 
     def slice(self, lo: int, hi: int) -> Batch:
-        """Samples ``lo`` to ``hi - 1`` as views; ``lo == hi`` is an empty batch."""
+        """Samples ``lo`` to ``hi - 1`` as views (sparse ones as copies); ``lo == hi`` is an empty
+        batch."""
         if not 0 <= lo <= hi <= self.size:
             raise ValueError(f"cannot slice samples {lo}..{hi} out of a batch of {self.size}")
-        return self._per_sample(lambda tensor, dim: tensor.narrow(dim, lo, hi - lo))
+        return self._per_sample(lambda tensor, dim: _part(tensor, dim, lo, hi - lo))
 
     def copied(self) -> Batch:
         """The same in memory of its own."""
@@ -110,10 +111,15 @@ class Batch:
         return self._map(pick_if_batched)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        args, kwargs, target = pytree.tree_map_only(
-            Tensor, function, (self.args, dict(self.kwargs), self.target)
-        )
+        given = (self.args, dict(self.kwargs), self.target)
+        args, kwargs, target = map_tensors(given, function)
         return replace(self, args=args, target=target, kwargs=kwargs)
+
+
+def _part(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
+    if tensor.layout is torch.strided:
+        return tensor.narrow(dim, start, length)
+    return tensor.narrow_copy(dim, start, length)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,6 @@
 See [Note: Dry runs] below for models that do not fit into this machine.
 """
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,9 +17,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..models.compiled import eagerly
-from ..models.replay import preserved
+from ..models.opened import tensors_in
+from ..models.replay import deepcopy_of, preserved
 from ..models.spec import UnitSpec
-from ..models.units.storages import LiveStorages, tensors_in
+from ..models.units.storages import LiveStorages, storage_of
 from ..models.workload import Batch, Workload, device_of
 from ..planner.schema.curve import Curve
 from .timing import Loss, Timeline
@@ -57,13 +57,13 @@ class SavedTensors:
         self.bytes: dict[str, int] = {}
         # Tensors are kept, as the number of one that is freed could be another one's later. On the
         # meta device storages have numbers too, but no addresses.
-        self._seen = {t.untyped_storage()._cdata: t for t in known}
+        self._seen = {s._cdata: t for t in known if (s := storage_of(t)) is not None}
         self._node = node
 
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook for ``torch.autograd.graph.saved_tensors_hooks``."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
+        storage = storage_of(tensor)
+        if storage is not None and storage._cdata not in self._seen:
             self._seen[storage._cdata] = tensor
             self.bytes[self._node()] = self.bytes.get(self._node(), 0) + storage.nbytes()
         return tensor
@@ -114,7 +114,8 @@ def saved_inputs(
 
     def key(tensor: Tensor) -> int:
         alive.append(tensor)
-        return int(tensor.untyped_storage()._cdata)
+        storage = storage_of(tensor)
+        return id(tensor) if storage is None else int(storage._cdata)
 
     def save(tensor: Tensor) -> Tensor:
         savers.setdefault(key(tensor), set()).add(units_at_work.node)
@@ -123,7 +124,9 @@ def saved_inputs(
     def enter(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             for tensor in tensors_in((args, kwargs)):
-                given.setdefault(name, {})[key(tensor)] = tensor.untyped_storage().nbytes()
+                storage = storage_of(tensor)
+                size = 0 if storage is None else storage.nbytes()
+                given.setdefault(name, {})[key(tensor)] = size
 
         return hook
 
@@ -203,7 +206,8 @@ class _MemoryWalk:
 
         def count(parameter: Tensor, *, name: str) -> None:
             assert parameter.grad is not None
-            self._complete += parameter.grad.untyped_storage().nbytes()
+            storage = storage_of(parameter.grad)
+            self._complete += 0 if storage is None else storage.nbytes()
             self._unreached.discard(name)
 
         # Any: torch has not typed its hooks.
@@ -221,13 +225,14 @@ class _MemoryWalk:
 
         def note(name: str, output: Any) -> None:
             # Weakly: held by us none would ever be freed, and every output would seem to be saved.
-            storages = [t.untyped_storage() for t in tensors_in(output)]
-            self._outputs.setdefault(name, []).extend(weakref.ref(s) for s in storages)
+            storages = map(storage_of, tensors_in(output))
+            found = [weakref.ref(s) for s in storages if s is not None]
+            self._outputs.setdefault(name, []).extend(found)
 
         def note_glue(name: str, inputs: Any) -> None:
             known = [made() for row in self._outputs.values() for made in row]
             others = {id(made) for made in known}
-            note(name, [t for t in tensors_in(inputs) if id(t.untyped_storage()) not in others])
+            note(name, [t for t in tensors_in(inputs) if id(storage_of(t)) not in others])
 
         pairs = pairwise(self.units)
         glue = {b.name: a.name for a, b in pairs if a.kind == "glue" and b.modules}
@@ -327,7 +332,7 @@ def dry(workload: Workload) -> Workload:
         memo[id(p)] = nn.Parameter(p.detach().to(META), p.requires_grad)
     computed = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor))
     memo.update({id(t): t.detach().to(META) for t in computed})
-    return replace(workload, model=copy.deepcopy(model, memo), make_batch=make_batch)
+    return replace(workload, model=deepcopy_of(model, memo), make_batch=make_batch)
 
 
 class FusedAttention(TorchFunctionMode):

@@ -32,11 +32,11 @@ from ..executor.launch.start import (
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
 from ..models.compiled import described, uncompiled
+from ..models.opened import tensors_in
 from ..models.precision import surrounding_precision
 from ..models.target import try_out, workload
 from ..models.trial_sizes import SIZES, first_taken
 from ..models.units.discover import settings
-from ..models.units.storages import tensors_in
 from ..models.workload import Batch, Workload
 from ..planner.schema import cache
 from ..planner.schema.cache import DocumentT

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..models.opened import tensors_in
 from ..models.precision import autocast_of
 from ..models.replay import UnitCall, copied, run_modules
 from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
-from ..models.units.storages import tensors_in
 from ..planner.cost.ownership import largest_share
 from ..planner.schema.capability import degrees
 from ..planner.schema.precision import Precision

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..executor.optimizer.chunks import sharded_step
 from ..executor.optimizer.kinds import optimizer_for
+from ..models.opened import tensors_in
 from ..models.spec import UnitSpec
-from ..models.units.storages import tensors_in
 from ..models.workload import Batch
 from ..planner.schema.errors import InputError
 from ..planner.schema.goal import OPTIMIZERS, OptimizerName
@@ -192,7 +192,7 @@ def update_rates(
     parameters: Iterable[Tensor], optimizers: Sequence[str], rounds: int = 9
 ) -> tuple[UpdateRate, ...]:
     """The measured rate of each optimizer on copies of ``parameters``, and that of a sharded
-    exchange where it differs; fewer rounds where they take long."""
+    exchange where it differs; fewer rounds where they take long. What is frozen is not updated."""
     for name in optimizers:
         if name not in OPTIMIZERS:
             raise InputError(
@@ -200,6 +200,8 @@ def update_rates(
             )
     copies: list[nn.Parameter] = []
     for parameter in parameters:
+        if not parameter.requires_grad:
+            continue  # no optimizer changes it, and of whole numbers none could
         if copies and sum(c.nbytes for c in copies) + parameter.nbytes > LIMIT_BYTES:
             continue
         copies.append(nn.Parameter(parameter.detach().clone()))

@@ -4,17 +4,17 @@ samples."""
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ...models.opened import tensors_in
 from ...models.replay import fix_statistics, preserved
 from ...models.target import default_loss, trial
 from ...models.trial_sizes import SIZES
-from ...models.units.storages import tensors_in
 from ...models.workload import Batch, Workload, device_of
 from ...planner.schema.errors import InputError
 
@@ -45,12 +45,15 @@ def restless_module(model: nn.Module, batch: Batch) -> str | None:
         found = []
         for seed in range(2):
             # Buffers are put back after each: what changes with them is not random.
-            with torch.no_grad(), preserved(model):
+            with torch.enable_grad(), preserved(model):
                 torch.manual_seed(seed)
                 found.append(work(model, batch))
         return found
 
-    first, second = each(lambda model, batch: tensors_in(model(*batch.args, **batch.kwargs)))
+    def made(model: nn.Module, batch: Batch) -> list[Tensor]:
+        return [t.detach() for t in tensors_in(model(*batch.args, **batch.kwargs))]
+
+    first, second = each(made)
     if len(first) == len(second) and all(map(torch.equal, first, second)):
         return None
     # Only then, as it keeps what every module is given and makes.
@@ -66,7 +69,7 @@ def mixing_cause(workload: Workload, batch: Batch, share: Callable[[Tensor, Tens
     model, size = workload.model, batch.size
     cut = size // 2
     parts = batch.slice(0, cut), batch.slice(cut, size)
-    with torch.no_grad(), preserved(model):
+    with torch.enable_grad(), preserved(model):
         fix_statistics(model)
         whole = _loss(workload, batch)
         mean = sum(_loss(workload, part) * (part.size / size) for part in parts)
@@ -142,7 +145,7 @@ def _repeated(run: Workload, size: int) -> tuple[float, float, float]:
         output = run.model(*given.args, **given.kwargs)
         if run.loss is default_loss and not isinstance(getattr(output, "loss", None), Tensor):
             return 0.0
-        return float(run.loss(output, given.target))
+        return float(run.loss(output, given.target).detach())
 
     if value(1) != value(1, seed=1):
         run.model.eval()  # without dropout
@@ -169,28 +172,66 @@ def batch_buffers(
     parts = batch.slice(0, size // 2), batch.slice(size // 2, size)
 
     def left(samples: Batch) -> dict[str, Tensor]:
-        with torch.no_grad(), preserved(model):
+        with torch.enable_grad(), preserved(model):
             fix_statistics(model)
             torch.manual_seed(0)
             model(*samples.args, **samples.kwargs)
             named = model.named_buffers(remove_duplicate=False)
             return {name: buffer.detach().clone() for name, buffer in named}
 
+    def differ(found: Tensor, buffer: Tensor) -> bool:
+        if found.is_floating_point() and found.shape == buffer.shape:
+            return share(found, buffer) > ROUNDING
+        return not torch.equal(found, buffer)
+
     whole, halves = left(batch), [left(part) for part in parts]
+    found = {n for n, buffer in whole.items() if any(differ(half[n], buffer) for half in halves)}
+    # What a module rounds to whole numbers may be equal by chance (where zero lies, quantized).
+    modules = {name.rpartition(".")[0] for name in found}
     return {
         name: (
             f"module {name.rpartition('.')[0]!r} keeps in buffer {name!r} what it finds in all "
             "samples of a forward, of which each rank sees its own only, so no training on shares "
             "of a batch leaves the buffer of the whole; parameters and losses are equal"
         )
-        for name, buffer in whole.items()
-        if buffer.is_floating_point()
-        and any(share(half[name], buffer) > ROUNDING for half in halves)
+        for name, buffer in sorted(whole.items(), key=lambda item: item[0] not in found)
+        if name in found or (_is_whole(buffer) and name.rpartition(".")[0] in modules)
     }
 
 
+def used_buffers(workload: Workload, batch: Batch, names: Collection[str]) -> str:
+    """A sentence where the model computes with what it keeps in the buffers of these names (which
+    ``batch_buffers`` has found): the loss of a part of the batch is another when they begin with
+    what all of it leaves. Empty where it does not."""
+    model, part = workload.model, batch.slice(0, batch.size // 2)
+
+    def loss(start: Mapping[str, Tensor]) -> Tensor:
+        for name, value in start.items():
+            model.get_buffer(name).resize_(value.shape).copy_(value)
+        torch.manual_seed(0)
+        return _loss(workload, part)
+
+    with torch.enable_grad(), preserved(model):
+        fix_statistics(model)
+        before = {name: model.get_buffer(name).clone() for name in names}
+        model(*batch.args, **batch.kwargs)
+        left = {name: model.get_buffer(name).clone() for name in names}
+        if torch.equal(loss(before), loss(left)):
+            return ""
+    name = next(iter(names))
+    return (
+        f"module {name.rpartition('.')[0]!r} keeps in buffer {name!r} what it finds in all samples "
+        "of a forward, of which each rank sees its own only, and the model computes with it, so no "
+        "training on shares of a batch equals that of the whole"
+    )
+
+
+def _is_whole(buffer: Tensor) -> bool:
+    return not (buffer.is_floating_point() or buffer.is_complex())
+
+
 def _loss(workload: Workload, batch: Batch) -> Tensor:
-    return workload.loss(workload.model(*batch.args, **batch.kwargs), batch.target)
+    return workload.loss(workload.model(*batch.args, **batch.kwargs), batch.target).detach()
 
 
 def _first_change(

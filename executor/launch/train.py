@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from ...models.failing import in_module, raised_outside
-from ...models.units.storages import peak_bytes, tensors_in
+from ...models.opened import tensors_in
+from ...models.units.storages import peak_bytes
 from ...models.workload import Batch, Workload, device_of
 from ...planner.schema.errors import InputError, MeshwrightError
 from ...planner.schema.plan import Plan

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...models.compiled import Taken
+from ...models.opened import tensors_in
 from ...models.precision import in_precision
 from ...models.replay import copied, fix_statistics, preserved
 from ...models.target import trial, try_out
 from ...models.units.chance import layer_drop_rates
-from ...models.units.storages import tensors_in
 from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words
@@ -33,7 +33,7 @@ from ..apply import apply
 from ..comm.agreement import rank_zero_decides, together
 from ..optimizer.kinds import optimizer_for
 from ..parallel import full_state_dict
-from .attribution import batch_buffers, mixing_cause, restless_module
+from .attribution import batch_buffers, mixing_cause, restless_module, used_buffers
 from .draws import (
     FALSE_ALARM,
     Draw,
@@ -99,7 +99,8 @@ class _Trained(NamedTuple):
 class _Alone(NamedTuple):
     """The training in one process: where it ended, the model before it, the precision in which it
     computes with notes on that, why no plan could equal it, if none can, and the buffers that none
-    could, each with why. Of a random model what is random, and its draws."""
+    could, each with why, and why computing with these is another, if it is. Of a random model what
+    is random, and its draws."""
 
     trained: _Trained
     before: nn.Module
@@ -107,6 +108,7 @@ class _Alone(NamedTuple):
     notes: list[str]
     cause: str
     kept: dict[str, str]
+    used: str
     random: str
     draws: list[Draw]
 
@@ -204,6 +206,7 @@ def _alone(workload: Workload, batches: list[Batch], progress: Progress) -> _Alo
         share = STATE[precision].share
         cause = "" if chance else mixing_cause(workload, batches[0], share)
         kept = {} if chance else batch_buffers(workload, batches[0], share)
+        used = used_buffers(workload, batches[0], kept) if kept else ""
         began = time.perf_counter()
         trained = _train_alone(
             workload, batches, lambda n: progress(n, 2 * len(batches), "one process")
@@ -211,7 +214,7 @@ def _alone(workload: Workload, batches: list[Batch], progress: Progress) -> _Alo
         step_s = (time.perf_counter() - began) / len(batches)
     if chance:
         draws = draws_alone(workload, [batches[1]], SEED, draws_in(step_s), progress)
-    return _Alone(trained, before, precision, notes, cause, kept, chance, draws)
+    return _Alone(trained, before, precision, notes, cause, kept, used, chance, draws)
 
 
 def _chance(model: nn.Module, batch: Batch) -> str:
@@ -241,6 +244,8 @@ def _judged(
         return found, [], alone.cause
     if alone.kept and all(d.passed for d in compared(ours, without=alone.kept)):
         return found, [], next(iter(alone.kept.values()))
+    if alone.used:
+        return found, [], alone.used
     if worst > MOST_RELATIVE / STATE[alone.precision].relative:
         return found, [], ""
     spreads = {}
@@ -349,7 +354,7 @@ def _computable(
     size = try_out(workload)
     batch, model = _draw(workload, [size], asked, device)[0], copied(workload.model)
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.enable_grad(), torch.random.fork_rng():
             made = model.to(device=device, dtype=_DTYPES[asked])(*batch.args, **batch.kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
@@ -364,7 +369,7 @@ def _computable(
 def _run_once(model: nn.Module, batch: Batch) -> None:
     """One forward on every rank, as some models cast parameters in their first: on rank 0, which
     trains alone before, they would be of another type than elsewhere."""
-    with torch.no_grad(), preserved(model):
+    with torch.enable_grad(), preserved(model):
         model(*batch.args, **batch.kwargs)
 
 

@@ -25,7 +25,7 @@ from ...planner.schema.errors import RunError
 from ...planner.schema.plan import UnitPlan
 from .bursts import Bursts
 from .cache import RedistributionCache, UnitInput, unit_input
-from .lazy import LazyRedistributed
+from .lazy import LazyRedistributed, may_be_lazy
 from .redistribute import Dims, Mover, group_route
 
 
@@ -124,7 +124,7 @@ class Boundary:
         def redistribute() -> Tensor:
             return self.mover.move(local, route, dims, f"the output of unit {self.unit.name!r}")
 
-        if not self.keeps:
+        if not (self.keeps and may_be_lazy()):
             return redistribute()
         shape = list(local.shape)
         shape[dims.batch], shape[dim] = counts[group.member], features

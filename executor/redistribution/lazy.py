@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import _SingleLevelFunction  # torch has no public name for it
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.cost.ownership import TensorPlacement
@@ -114,41 +113,35 @@ _SHAPE = {
 }
 
 
-def materialize(tree: Any) -> Any:
-    """The tree with the values of every lazy tensor in it."""
-    return pytree.tree_map_only(LazyRedistributed, LazyRedistributed.materialize, tree)
+class _Functions(threading.local):
+    """How many ``autograd.Function``s this thread is in the forward of."""
+
+    depth = 0
 
 
-_functions_lock = threading.Lock()
-_functions_uses = 0
+_functions = _Functions()
 
 
 @contextmanager
-def materialize_for_functions() -> Iterator[None]:
-    """While it lasts, an ``autograd.Function`` gets the values of the lazy tensors that it is
-    applied to."""
-    # ``Function.apply`` does not ask ``__torch_function__``, and a lazy tensor requires no
-    # gradient: what the function makes of it would have no graph, and the units before would get no
-    # gradient. Models may hold the bound ``apply`` of their functions, so what it calls in turn is
-    # replaced. Other threads may have forwards of their own: the last one that ends restores it.
-    global _functions_uses
-    with _functions_lock:
-        _functions_uses += 1
-        if _functions_uses == 1:
-            _SingleLevelFunction.apply = classmethod(_apply_to_values)  # type: ignore[attr-defined]
+def in_function() -> Iterator[None]:
+    """Around the forward of an ``autograd.Function``, which may call modules (checkpointing)."""
+    # What it returns gets its graph from autograd, and a lazy tensor hides another one in it, which
+    # has none there: the next unit would take that, and the units before get no gradient.
+    _functions.depth += 1
     try:
         yield
     finally:
-        with _functions_lock:
-            _functions_uses -= 1
-            if not _functions_uses:
-                del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        _functions.depth -= 1
 
 
-def _apply_to_values(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    # Autograd sees only those tensors that are arguments themselves.
-    values = (a.materialize() if isinstance(a, LazyRedistributed) else a for a in args)
-    return super(_SingleLevelFunction, cls).apply(*values, **kwargs)
+def may_be_lazy() -> bool:
+    """Whether a unit that is called now may leave a lazy tensor."""
+    return not _functions.depth
+
+
+def materialize(tree: Any) -> Any:
+    """The tree with the values of every lazy tensor in it."""
+    return pytree.tree_map_only(LazyRedistributed, LazyRedistributed.materialize, tree)
 
 
 def materialize_for_backward_hooks(model: nn.Module, units: Iterable[str]) -> None:

@@ -308,8 +308,12 @@ def install(model: nn.Module, shards: dict[str, Shard]) -> None:
     for name, shard in shards.items():
         path, _, leaf = name.rpartition(".")
         owned.setdefault(path, {})[leaf] = shard
+    done: set[nn.Module] = set()
     for path, own in owned.items():
-        _install_on(model.get_submodule(path), own)
+        module = model.get_submodule(path)
+        if module not in done:  # a module may have several names
+            done.add(module)
+            _install_on(module, own)
 
 
 def _install_on(module: nn.Module, shards: dict[str, Shard]) -> None:

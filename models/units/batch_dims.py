@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..compiled import eagerly, uncompiled
+from ..opened import tensors_in
 from ..replay import preserved
 from ..trial_sizes import SEVERAL
 from ..workload import Batch, Workload, device_of
-from .storages import tensors_in
 
 # [Note: Where the samples are]
 # - A workload draws batches of any size: what is as long as the batch in batches of several sizes
@@ -129,10 +129,10 @@ def with_dims(model: nn.Module, batch: Batch) -> Batch:
     if batch.batch_dims is not None or any(p.is_meta for p in model.parameters()):
         return batch
     try:
-        with uncompiled(model) as own, preserved(own), eagerly(), torch.no_grad():
+        with uncompiled(model) as own, preserved(own), eagerly(), torch.enable_grad():
             own.eval()
             given = batch.to(device_of(own))
-            whole = tensors_in(own(*given.args, **given.kwargs))
+            whole = _made(own, given)
             for dims in _guesses(batch):
                 with suppress(Exception):  # cut there, the model's inputs may not fit together
                     if _tells_samples(own, replace(given, batch_dims=dims), whole):
@@ -140,6 +140,11 @@ def with_dims(model: nn.Module, batch: Batch) -> Batch:
     except Exception:  # the model's own, which whoever measures it will say
         return batch
     return batch
+
+
+def _made(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """The tensors in the model's output, without their graph."""
+    return [t.detach() for t in tensors_in(model(*batch.args, **batch.kwargs))]
 
 
 def _guesses(batch: Batch) -> Iterator[Dims]:
@@ -171,7 +176,7 @@ def _tells_samples(model: nn.Module, batch: Batch, whole: Sequence[Tensor]) -> b
     size = batch.size
     index = torch.arange(size).flip(0)[: -(-size // 2)] if size > 1 else torch.tensor([0, 0])
     part = batch.take(index)
-    found = tensors_in(model(*part.args, **part.kwargs))
+    found = _made(model, part)
     if len(found) != len(whole):
         return False
     changed = [(a, b) for a, b in zip(whole, found, strict=True) if a.shape != b.shape]

@@ -10,11 +10,11 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.schema.errors import InputError
 from ...planner.schema.profile import EdgeProfile, PieceProfile
 from ..failing import in_module
+from ..opened import leaves_in
 from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
 from ..splits import find_splits, guessed
@@ -49,6 +49,7 @@ from .trace import Trace, record
 # branch taken for other inputs) is not known.
 
 _TRIED_SAMPLES = 2
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 _BLOCKS = ("attention", "mlp", "experts")
 
 
@@ -83,6 +84,11 @@ def discover(
     model is left as it was.
     """
     check_gradients(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError(
+            f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing "
+            "to train: set requires_grad_(True) on what is to be trained"
+        )
     optional = may_be_left_out(model)
     with every_layer(model):
         return _discover(model, batch, other, optional, check=check)
@@ -174,7 +180,7 @@ def _input_dims(batch: Batch) -> dict[int, int]:
     """The dims of the leaves among the model's inputs that hold samples; none where dim 0 of the
     first tensor tells them."""
     dims = iter(batch.batch_dims or ())
-    leaves = pytree.tree_leaves((batch.args, dict(batch.kwargs)))
+    leaves = leaves_in((batch.args, dict(batch.kwargs)))
     known = [next(dims, None) if isinstance(leaf, Tensor) else None for leaf in leaves]
     found = {i: dim for i, dim in enumerate(known) if dim is not None}
     first = next((i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.ndim), None)
@@ -182,13 +188,33 @@ def _input_dims(batch: Batch) -> dict[int, int]:
 
 
 def check_gradients(model: nn.Module) -> None:
-    """``InputError`` for a module whose gradients nobody exchanges."""
+    """``InputError`` for a module whose gradients nobody exchanges, or somebody else."""
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"module {name!r}" if name else "the model"
+            raise InputError(
+                f"{what} is scripted or traced by torch.jit and takes no hooks, by which units are "
+                "measured and run: train the module that it was made of, and script it afterwards"
+            )
+        if _exchanges(module):
+            what = f"module {name!r}" if name else "the model"
+            raise InputError(
+                f"{what} is a {type(module).__name__}, which exchanges gradients itself: give the "
+                "module inside it, as it was before it was wrapped"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise InputError(
                 f"embedding {name!r} makes sparse gradients, which are not exchanged: build it "
                 "with sparse=False"
             )
+
+
+def _exchanges(module: nn.Module) -> bool:
+    """Whether it is one of torch's own ways to train on several devices."""
+    replicas = isinstance(module, nn.DataParallel) and len(module.device_ids) > 1
+    # By name, as torch.distributed is no part of this room: FSDP2 puts its class before a module's.
+    names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}
+    return replicas or bool(names & _WRAPPERS)
 
 
 def _discovery(

@@ -33,6 +33,10 @@ READS = (
     "it uses tensors that were made elsewhere and are no arguments of its call: pass them to its "
     "forward"
 )
+UNPLAIN = (
+    "a tensor that enters or leaves it is nested, sparse or inside torch.vmap: give it dense ones, "
+    "filled up to one size"
+)
 LEFT_OUT = "a forward may leave it out (layer drop): set that rate to 0 to have it divided"
 SHARED = (
     "its parameters are used outside it too: call the module instead of reading them, or untie them"
@@ -118,7 +122,9 @@ def why_not_plain(
     that a forward may leave out."""
     modules = [model.get_submodule(name) for name in unit.modules]
     below = any(f"{n}.".startswith(f"{o}.") for n in unit.modules for o in optional)
+    ends = [seen for call in unit.calls for seen in (*call.given, *call.made)]
     asked: Mapping[str, bool] = {
+        UNPLAIN: not all(seen.plain for seen in ends),
         LEFT_OUT: below,
         SHARED: bool(unit.parameters(model) & used_outside),
         DRAWS: draws_early(trace, unit),

@@ -62,12 +62,14 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.inductor.resize_storage_bytes_.default:
             self._forget(_key(args[0]))
             self.add(args[:1])
-        self.add(t for t in pytree.tree_leaves(result) if isinstance(t, Tensor))
+        self.add(tensors_in(result))
         return result
 
     def add(self, tensors: Iterable[Tensor], label: str | None = None) -> None:
         """Counts the storages of ``tensors`` until they are freed, each once."""
         for tensor in tensors:
+            if storage_of(tensor) is None:
+                continue
             with self._lock:
                 size = self._note(tensor, self._label() if label is None else label)
                 self.now += size
@@ -80,7 +82,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Never counts the storages of ``tensors``, which somebody else holds."""
         for tensor in tensors:
-            if _key(tensor) not in self._known:
+            if storage_of(tensor) is not None and _key(tensor) not in self._known:
                 # Noted with no bytes, so that a later ``add`` finds it known.
                 self._know(tensor.untyped_storage(), 0, "")
 
@@ -113,6 +115,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor; None of one that has none of its own (a sparse one, or what stands
+    for one of many inside ``torch.vmap``)."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

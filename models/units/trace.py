@@ -20,14 +20,17 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 from ...planner.schema.errors import InputError
 from ..compiled import eagerly
 from ..failing import in_module
+from ..opened import leaves_in
 from ..replay import preserved
 from ..workload import Batch
+from .storages import storage_of
 
 
 @dataclass(frozen=True)
 class TracedTensor:
     """A tensor at one moment. ``key`` tells it apart from all others of the forward; views of one
-    memory have the same ``storage``.
+    memory have the same ``storage``. One that is not ``plain`` is nested or sparse, or stands for
+    many inside ``torch.vmap``.
     """
 
     key: int
@@ -36,6 +39,7 @@ class TracedTensor:
     bytes: int
     gradient: bool
     dtype: torch.dtype
+    plain: bool = True
 
 
 @dataclass
@@ -99,8 +103,9 @@ class _Recorder(TorchFunctionMode):
         self._alive: list[Tensor] = []
         self._names = {id(p): name for name, p in model.named_parameters()}
 
-    def seen(self, tree: Any) -> list[TracedTensor | None]:
-        leaves = pytree.tree_leaves(tree)
+    def seen(self, tree: Any, *, whole: bool = False) -> list[TracedTensor | None]:
+        # What the whole model takes and makes is opened; units take and make what torch flattens.
+        leaves = leaves_in(tree) if whole else pytree.tree_leaves(tree)
         return [self._seen(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def _seen(self, tensor: Tensor) -> TracedTensor:
@@ -109,8 +114,8 @@ class _Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():  # or these questions would be recorded as operations
             gradient = tensor.requires_grad and tensor.is_floating_point()
             return TracedTensor(
-                id(tensor), _storage(tensor), tuple(tensor.shape), tensor.nbytes, gradient,
-                tensor.dtype,
+                id(tensor), _storage(tensor), tuple(tensor.shape), _bytes(tensor), gradient,
+                tensor.dtype, _is_plain(tensor),
             )  # fmt: skip
 
     def _check_bags(self, symbols: Tensor) -> None:
@@ -130,14 +135,16 @@ class _Recorder(TorchFunctionMode):
         return tuple(e.module for e in self.stack if e.module is not None)
 
     def enter(self, name: str, args: Any, kwargs: Any) -> None:
-        event = Event(len(self.events), name, "", self.names, self.seen((args, kwargs)))
+        event = Event(
+            len(self.events), name, "", self.names, self.seen((args, kwargs), whole=not name)
+        )
         event.takes_one = len(args) == 1 and not kwargs
         self.events.append(event)
         self.stack.append(event)
 
     def leave(self, output: Any) -> None:
         event = self.stack.pop()
-        event.outputs = self.seen(output)
+        event.outputs = self.seen(output, whole=not event.module)
         event.makes_one = isinstance(output, Tensor)
         event.end = len(self.events)
 
@@ -160,10 +167,20 @@ class _Recorder(TorchFunctionMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return id(tensor)  # a kind of tensor without memory of its own, which has no views
+    storage = storage_of(tensor)
+    # A kind of tensor without memory of its own has no views.
+    return id(tensor) if storage is None else int(storage._cdata)
+
+
+def _bytes(tensor: Tensor) -> int:
+    if tensor.layout is torch.strided or tensor.is_nested:
+        return tensor.nbytes
+    return tensor._nnz() * tensor.element_size()  # of what is not zero, for which there are bytes
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not tensor.is_nested and not wrapped
 
 
 @contextmanager
@@ -206,7 +223,12 @@ def record(model: nn.Module, batch: Batch) -> Trace:
                 f"{in_module(model, error)}: {type(error).__name__}: {error}; mend what it "
                 "is fed (make_batch, example_inputs) or its forward"
             ) from error
-    root = next(e for e in recorder.events if e.module == "")
+    root = next((e for e in recorder.events if e.module == ""), None)
+    if root is None:
+        raise InputError(
+            f"calling {type(model).__name__} runs no forward of its own, as its class has another "
+            "__call__, and hooks of the model do not run: call its method forward"
+        )
     return Trace(recorder.events, root.given, root.made, batch.size)
 
 
@@ -217,8 +239,9 @@ def coarse_modules(trace: Trace, precision: torch.dtype) -> dict[str, torch.dtyp
     for event in trace.events:
         for seen in event.made if event.module is None else ():
             # What has no gradient (a table of angles) is the same wherever it is computed.
-            if seen.gradient and _bits(seen.dtype) < _bits(found.get(event.stack[-1], precision)):
-                found[event.stack[-1]] = seen.dtype
+            module = event.stack[-1] if event.stack else ""  # beside the forward, in ``__call__``
+            if seen.gradient and _bits(seen.dtype) < _bits(found.get(module, precision)):
+                found[module] = seen.dtype
     return found
 
 

@@ -8,6 +8,7 @@ from meshwright.executor.launch.attribution import (
     check_mean,
     mixing_cause,
     restless_module,
+    used_buffers,
 )
 from meshwright.executor.launch.yardstick import STATE
 from torch import nn
@@ -246,3 +247,33 @@ def test_a_model_that_takes_other_sizes_only_is_asked_with_those():
 
     with pytest.raises(mw.InputError, match="for 4 samples"):
         check_mean(workload(Fours(), lambda output, target: output.sum()))
+
+
+def test_that_a_model_computes_with_what_it_keeps_is_told():
+    class Scaled(Ranged):
+        """Divides by the largest value, and keeps how often it was whole."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("whole", torch.zeros(1, dtype=torch.int32))
+
+        def forward(self, x):
+            x = super().forward(x) / (1 + 1e-9 * self.most)
+            self.whole = (0 * self.most).int()
+            return x
+
+    def used(after):
+        found = workload(after)
+        kept = batch_buffers(found, make_batch(5), STATE[torch.float64].share)
+        before = {name: t.clone() for name, t in found.model.state_dict().items()}
+        said = used_buffers(found, make_batch(5), kept)
+        assert all(torch.equal(t, before[name]) for name, t in found.model.state_dict().items())
+        return list(kept), said
+
+    # The loss of the whole is that of its parts within what rounding may do: the buffer tells.
+    assert cause(workload(Scaled())) == ""
+    names, said = used(Scaled())
+    assert names == ["1.after.most", "1.after.least", "1.after.whole"]
+    assert said.startswith("module '1.after' keeps in buffer '1.after.most'")
+    assert "the model computes with it" in said
+    assert used(Ranged()) == (["1.after.most", "1.after.least"], "")

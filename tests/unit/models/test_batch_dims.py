@@ -331,3 +331,32 @@ def test_dims_and_inputs_go_together() -> None:
             name="a", kind="linear", modules=("a",), layout=Layout(groups=2, degree=1),
             batched_inputs=(0,), batch_dims=(1, 1),
         )  # fmt: skip
+
+
+class Detector(nn.Module):
+    """Takes images of different sizes, as a list."""
+
+    def forward(self, images):
+        grey = torch.tensor([0.3, 0.6, 0.1])
+        return torch.stack([grey @ image.mean((1, 2)) for image in images])
+
+
+def images(size: int) -> list:
+    return [torch.randn(3, 8 + i, 8) for i in range(size)]
+
+
+def test_a_list_of_samples_is_refused_with_the_remedy() -> None:
+    made = mw.Workload("boxes", Detector(), lambda n: mw.Batch((images(n),), None), lambda o, t: o)
+    with pytest.raises(InputError, match=r"make_batch\(2\).*a list of length 2.*stacked in one"):
+        own_batch(made, 2)
+    with pytest.raises(InputError, match="example_inputs of Detector hold a list of length 4"):
+        from_model(Detector(), {"images": images(4)})
+
+
+def test_a_list_of_features_is_none_of_samples() -> None:
+    class Several(nn.Module):
+        def forward(self, features):
+            return sum(f.mean(1) for f in features)
+
+    features = [torch.randn(4, 6), torch.randn(4, 9)]
+    assert from_model(Several(), (features,)).make_batch(3).size == 3

@@ -607,3 +607,19 @@ def test_heads_that_are_asked_for_their_weights_stay_whole() -> None:
         lambda m, x: m.a(x, x, x)[0], 5, 8, a=nn.MultiheadAttention(8, 2, batch_first=True)
     )
     assert styles(plain, "a") == ["pair"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_refused_by_name() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    batch = Batch((torch.randn(3, 4),), None)
+    with pytest.raises(InputError, match=r"module '1' is scripted.*script it afterwards"):
+        discover(nn.Sequential(plain[0], torch.jit.script(plain[1])), batch)
+    with pytest.raises(InputError, match="the model is scripted or traced"):
+        discover(torch.jit.trace(plain, batch.args), batch)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 2).requires_grad_(False), nn.ReLU()])
+def test_where_nothing_is_trained_it_is_said(model) -> None:
+    with pytest.raises(InputError, match=r"no parameter of this .* requires a gradient.*nothing"):
+        discover(model, Batch((torch.randn(3, 4),), None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -74,3 +75,16 @@ def test_a_layer_that_keeps_what_it_computes_is_copied() -> None:
     assert torch.equal(model(x), expected)
     both = copied([model, model[1]])
     assert both[0][1] is both[1]
+
+
+def test_what_cannot_be_copied_is_had_in_common() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model.lock, model[1].drawn = threading.Lock(), (i for i in range(3))
+    model[1].settings = {"width": 4}
+    alone = copied(model)
+    assert alone.lock is model.lock
+    assert alone[1].drawn is model[1].drawn
+    # All else is its own.
+    assert alone[1].settings is not model[1].settings
+    assert alone[1].weight is not model[1].weight
+    assert torch.equal(alone[1].weight, model[1].weight)
