@@ -51,6 +51,7 @@ from .operations import OperationLog
 from .roofline import CountedWork, seconds
 from .shares import Cost, cost_of, saved_ratio, shard_bytes
 from .timing import Timeline
+from .usual_answers import UsualAnswers
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Memory is counted at the first two of these that the model takes as batch sizes, and is linear
@@ -84,7 +85,8 @@ def estimate(
     ):
         check_batches(chosen)
         try:
-            found, units = _counted(dry(chosen), sheet, sizes)
+            with UsualAnswers():
+                found, units = _counted(dry(chosen), sheet, sizes)
         except Exception:
             # A model may need values (an index of what is not zero). With memory it has them.
             if is_dry(workload.model):

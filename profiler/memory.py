@@ -361,8 +361,12 @@ def _fused(
     # nothing is computed.
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.to(query.dtype)
-    found = _FUSED(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    mask = None if attn_mask is None else attn_mask.detach()
+    found = _FUSED(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)
     result: Tensor = found[0]
+    if attn_mask is not None and attn_mask.requires_grad:
+        # A bias that is learnt (T5): that kernel has no gradient for it, others do.
+        result = result + 0 * attn_mask.sum()
     return result
 
 

@@ -45,10 +45,12 @@ from ..planner.schema.errors import InputError
 from ..planner.schema.goal import Goal
 from ..planner.schema.precision import Precision
 from ..planner.schema.profile import ModelProfile
+from ..planner.schema.text import size
 from .catalogue import datasheet
 from .catalogue import names as catalogued
 from .estimate import estimate
 from .links import probe as probe_ranks
+from .memory import is_dry
 from .model import FEW
 from .model import profile as profile_model
 from .progress import StageProgress
@@ -236,7 +238,7 @@ def profile(
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
         # An unknown device is told before any work.
         datasheet(device)
-        return estimate(_dry_workload(target, precision), device, batches=batches)
+        return _estimated(target, precision, device, batches)
     chosen = _tried(target, precision)
     if ranks > 1:
         return _on_ranks(target, batches, ranks, chosen.precision, refresh=True)
@@ -253,6 +255,28 @@ def _tried(target: str | Workload, precision: str | None) -> Workload:
     except InputError as error:
         warnings.warn(f"{error}; until then 'meshwright launch' will refuse it", stacklevel=4)
     return chosen
+
+
+def _estimated(
+    target: str | Workload, precision: str | None, device: str, batches: Sequence[int] | None
+) -> ModelProfile:
+    """The estimate of a model without memory, or with it where the model needs values."""
+    chosen = _dry_workload(target, precision)
+    try:
+        return estimate(chosen, device, batches=batches)
+    except Exception as error:
+        if not is_dry(chosen.model):
+            raise
+        # Weights, gradients, and about as much for feature maps.
+        needed = 3 * sum(p.nbytes for p in chosen.model.parameters())
+        if needed > room_bytes(torch.device("cpu")):
+            raise InputError(
+                f"estimates run a model without memory, where tensors have no values, and "
+                f"{chosen.name!r} asks for some ({type(error).__name__}: {error}); with memory its "
+                f"{size(needed)} do not fit here: profile it on a machine with more, or "
+                "with fewer layers"
+            ) from error
+    return estimate(workload(target, precision=precision), device, batches=batches)
 
 
 def _dry_workload(target: str | Workload, precision: str | None) -> Workload:

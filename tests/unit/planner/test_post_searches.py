@@ -48,7 +48,7 @@ def test_blocks_of_other_plans_are_taken_over(monkeypatch):
 
     goal = Goal(batch=4 * 64, optimizer="adamw", allow_lossy=True, min_fidelity=0.9)
     made = Problem(
-        benchmark.gpt_like(24, seed=3), benchmark.cluster_of(64, memory_gib=6.0), goal, EVERYTHING,
+        benchmark.gpt_like(24, seed=6), benchmark.cluster_of(64, memory_gib=6.0), goal, EVERYTHING,
         schedule="priority", message_bytes=benchmark.SLICE_BYTES,
     ).placed()  # fmt: skip
     (model,) = made.cost_models()
