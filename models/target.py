@@ -160,9 +160,10 @@ def own_batch(chosen: Workload, size: int) -> Batch:
     args: object = batch.args
     if not isinstance(args, tuple | list):
         made = type(args).__name__
+        by_name = ", those by name as Batch((), target, kwargs={...})"
         raise InputError(
             f"make_batch({size}) of {chosen.name!r} gave the model's arguments as a {made}, "
-            f"expected a tuple: {wanted}"
+            f"expected a tuple: {wanted}{by_name if isinstance(args, dict) else ''}"
         )
     try:
         found = batch.size
