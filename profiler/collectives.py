@@ -1,8 +1,8 @@
 """Times collectives on process groups, as the executor calls them, and fits lines to them.
 
 Every rank runs the same sequence; a time is the slowest rank's of all groups, since everyone waits
-for it, and the median over rounds. Rounds go through all operations and sizes in turn, so that a
-disturbance does not hit one of them alone.
+for it, and the median over rounds, of short calls their lower quartile. Rounds go through all
+operations and sizes in turn, so that a disturbance does not hit one of them alone.
 """
 
 import time
@@ -26,6 +26,12 @@ COLLECTIVES: tuple[Collective, ...] = (
     "reduce_scatter",
     "all_to_all",
 )
+# Where a rank has one core, short calls of one size are of two kinds: at the link's rate, or 3 to 4
+# ms longer (Linux 6.18; about half of them), when another thread of the rank held the core for a
+# slice of the scheduler's. In a step a rank sleeps while it waits and most are of the first kind:
+# from medians the waits of a small network were predicted to be four times the measured ones. For
+# longer calls a slice is little, and their median is nearer to what steps wait.
+SCHEDULER_SLICE_S, SHORT = 4e-3, 0.25
 FLOAT = 4
 # The longest call's share of the budget: five collectives, one of them there and back, and smaller
 # sizes then take about half of it in a round, and two rounds are made.
@@ -187,25 +193,30 @@ def _next_s(known: Sequence[tuple[int, float]], size: int) -> float:
 
 
 def curves(group: MeasuredGroup, scale: float = 1.0) -> tuple[CollectiveCurve, ...]:
-    """The medians as curves, with their fitted lines. ``scale`` is how many times as many bytes
+    """The times as curves, with their fitted lines. ``scale`` is how many times as many bytes
     would have taken as long with nobody beside the group, at the bandwidth of the level."""
     found = []
     for collective in COLLECTIVES:
         points = {s: v for (c, s), v in group.seconds.items() if c == collective}
         sizes = sorted(points)
-        medians = [float(torch.tensor(points[s], dtype=torch.float64).median()) for s in sizes]
+        taken = [_typical_s(points[s]) for s in sizes]
         wire = [float(size * scale) for size in sizes]
-        line = fit_line(wire, medians)
+        line = fit_line(wire, taken)
         found.append(
             CollectiveCurve(
                 collective=collective,
                 ranks=group.size,
-                seconds=Curve(x=tuple(wire), y=tuple(medians)),
+                seconds=Curve(x=tuple(wire), y=tuple(taken)),
                 latency_s=line.latency_s,
                 bytes_per_s=line.bytes_per_s,
             )
         )
     return tuple(found)
+
+
+def _typical_s(seconds: Sequence[float]) -> float:
+    short, middle = np.quantile(seconds, (SHORT, 0.5))
+    return float(short if short < SCHEDULER_SLICE_S else middle)
 
 
 class Line(NamedTuple):

@@ -199,6 +199,7 @@ def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
     for k, option in enumerate(decisions):
         cost = model.unit(k, option)
         blocking += cost.inner_forward.sent_bytes + cost.inner_backward.sent_bytes
+        blocking += cost.released.sent_bytes  # no message, as the rank waits for it in backward
     for e in range(len(model.ends)):
         edge = model.arrival(e, decisions)
         blocking += edge.forward.sent_bytes + edge.backward.sent_bytes

@@ -226,6 +226,14 @@ def test_buckets_gather_units_and_save_latency():
     assert single.exchange_s - gathered.exchange_s == pytest.approx(2 * 6 * 1e-3)
 
 
+def test_gradients_that_are_released_early_are_sent_too():
+    home = Option(data_parallel(4))
+    early = (home, *(home._replace(early_release=True),) * 3, home)
+    made = chain_profile(units()), cluster(4), Goal(batch=8)
+    found = evaluate(*made, early, schedule="priority")
+    assert found.wire_bytes == round(2 * 3 / 4 * 3 * MIB)
+
+
 def test_wire_bytes_of_data_parallelism():
     found = evaluate(chain_profile(units()), cluster(4), Goal(batch=8))
     assert found.wire_bytes == round(2 * 3 / 4 * 3 * MIB)
