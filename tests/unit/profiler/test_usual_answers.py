@@ -69,9 +69,7 @@ def test_a_model_that_asks_is_estimated(name):
 
 def test_values_that_do_not_fit_are_told(monkeypatch):
     monkeypatch.setattr(sessions, "room_bytes", lambda device: 1000.0)
-    with pytest.raises(
-        InputError, match=r"index' asks for some.*2\.5 KiB do not fit here: profile"
-    ):
+    with pytest.raises(InputError, match=r"index' asks for some.*2\.5 KiB do not fit here"):
         sessions.profile(f"{__file__}:index", (2, 4), "t4", 1, None, None)
 
 
