@@ -210,12 +210,12 @@ def quicker_in_parts(
     return changes.quicker_in_parts(problem, plan)
 
 
-def quicker_on_single_device(
+def quicker_on_fewer(
     plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
-) -> float | None:
-    """Seconds of one device by itself for the plan's batch, where it fits there and that is quicker
-    than the plan; else None. The profile and the cluster are found as for ``explain``."""
-    return changes.quicker_on_single_device_s(plan, *made_from(plan, profile, cluster))
+) -> changes.FewerDevices | None:
+    """One device by itself, or those of one node, where the plan's batch fits there and that is
+    quicker than the plan; else None. The profile and the cluster are found as for ``explain``."""
+    return changes.quicker_on_fewer(plan, *made_from(plan, profile, cluster))
 
 
 def bottleneck(

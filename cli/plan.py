@@ -168,11 +168,14 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
         words.append(bound_sentence(api.bottleneck(made, profile, cluster)))
         better = api.quicker_in_parts(made, profile, cluster, **how)
         note(better.sentence if better is not None else None)
-        single_s = api.quicker_on_single_device(made, profile, cluster)
-        if single_s is not None:
+        fewer = api.quicker_on_fewer(made, profile, cluster)
+        if fewer is not None:
+            one = fewer.devices == 1
+            who = "One device by itself" if one else f"The {fewer.devices} devices of one node"
             words.append(
-                f"One device by itself would take {seconds(single_s)} for the whole batch, less "
-                f"than this plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
+                f"{who} would take {seconds(fewer.step_s)} for the whole batch, less than this "
+                f"plan, and {'fits in its' if one else 'fit in their'} memory: --ranks "
+                f"{fewer.devices},{ranks} compares sizes."
             )
     return words
 

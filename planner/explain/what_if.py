@@ -1,4 +1,4 @@
-"""What more would buy: bandwidth, memory, devices, micro-batches; and what one device would do.
+"""What more would buy: bandwidth, memory, devices, micro-batches; and what fewer devices would do.
 
 Each question changes one thing of the cluster or the goal and asks the solver anew, so that the
 decisions may change with it; nothing is extrapolated.
@@ -7,6 +7,7 @@ decisions may change with it; nothing is extrapolated.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,7 +19,7 @@ from ..schema.errors import InputError
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Count, Record, Seconds
-from ..solve.evaluate import excess, rank_memory
+from ..solve.evaluate import evaluation, excess
 from ..solve.heuristic.checkpointing import limited_by_memory
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
 from ..solve.heuristic.schedules import WORTHWHILE
@@ -293,15 +294,25 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
     return Relaxation("micro_batches", count, sentence)
 
 
-def quicker_on_single_device_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float | None:
-    """Seconds of one device for the plan's whole batch at once, where these are fewer than the
-    plan's step and the model fits in that device's memory as it is; else None."""
-    if plan.world_size == 1:
-        return None
+class FewerDevices(NamedTuple):
+    """So many devices by themselves, and what the plan's whole batch takes them."""
+
+    devices: int
+    step_s: float
+
+
+def quicker_on_fewer(plan: Plan, profile: ModelProfile, cluster: Cluster) -> FewerDevices | None:
+    """One device, or those of one node under plain data parallelism, where that is quicker than the
+    plan's step and the model fits in their memory as it is; the quicker of the two, else None."""
     goal = msgspec.structs.replace(plan.goal, pins=())  # their layouts are of more devices
-    model = CostModel(profile, resized(cluster, 1), goal)
-    single_s = single_device_batch_s(model)
-    if single_s >= plan.prediction.step_s:
-        return None
-    fits = excess(model, rank_memory(model, model.baseline)).over_bytes <= 0
-    return single_s if fits else None
+    found = []
+    for devices in {1, len(cluster.nodes[0].devices)}:
+        if devices >= plan.world_size:
+            continue
+        model = CostModel(profile, resized(cluster, devices), goal)
+        done = evaluation(model, model.baseline)
+        # One device has no executor, which predictions of plans count.
+        taken_s = single_device_batch_s(model) if devices == 1 else done.prediction.step_s
+        if taken_s < plan.prediction.step_s and not excess(model, done.memory).over_bytes > 0:
+            found.append(FewerDevices(devices, taken_s))
+    return min(found, key=lambda one: one.step_s, default=None)

@@ -9,12 +9,13 @@ from meshwright.planner.cost.budget import single_device_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.placement import order_cost, place
 from meshwright.planner.explain.front import cheapest_within, front, within
-from meshwright.planner.explain.what_if import gains, sizes, with_bandwidth
+from meshwright.planner.explain.what_if import gains, quicker_on_fewer, sizes, with_bandwidth
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.answer import choice
+from meshwright.planner.solve.evaluate import make_plan
 from meshwright.planner.solve.heuristic.bursts import greedy, own_s
 from meshwright.planner.solve.heuristic.resize import how_resized, resized
 from meshwright.planner.solve.problem import Problem
@@ -173,3 +174,26 @@ def test_unlimited_problem_is_left_as_it_was(problem):
     asked = replace(problem, tie_tolerance=0.0)
     within(asked, 1e9, "lagrangian")
     assert asked.goal.amplification_limit is None
+
+
+def test_fewer_devices_that_are_quicker_are_named():
+    """The devices of a node, where the network between nodes is slow; one, where all links are."""
+    profile, goal = chain_profile([linear("fc", 512, 512, 1e-3)]), Goal(batch=8)
+
+    def fewer(inter: float, intra: float, memory_bytes: int = 2**30):
+        links = cluster(4, 2, inter=inter, intra=intra, memory_bytes=memory_bytes)
+        return quicker_on_fewer(make_plan(profile, links, goal), profile, links)
+
+    # All samples take one device 24 ms and one of two 12 ms; a mebibyte of gradients takes a link
+    # of 10 MB/s 0.1 s, each way and a half.
+    slow_network = fewer(1e7, 1e10)
+    assert slow_network is not None
+    assert slow_network.devices == 2
+    assert slow_network.step_s == pytest.approx(12e-3, rel=0.05)
+    slow_links = fewer(1e7, 1e7)
+    assert slow_links is not None
+    assert slow_links.devices == 1
+    assert slow_links.step_s == pytest.approx(24e-3)
+    assert fewer(1e10, 1e10) is None
+    # Nothing of less memory than the model takes is named.
+    assert fewer(1e7, 1e10, memory_bytes=2**20) is None
