@@ -14,8 +14,8 @@ JSON object with the sums.
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from meshwright import Workload
@@ -41,7 +41,7 @@ def named(workload: Workload) -> Iterator[tuple[str, torch.Tensor, str]]:
                 break
 
 
-def row_of(kind: str) -> dict[str, object] | None:
+def row_of(kind: str) -> dict[str, Any] | None:
     """How many weights an architecture's plan names, and which of them are not divided here; None
     where it has no plan or no small model."""
     try:
@@ -55,11 +55,9 @@ def row_of(kind: str) -> dict[str, object] | None:
     workload.model.zero_grad()
     found, _ = discovered(workload.model, workload.make_batch)
     cuts = [cut for unit in found.units for split in unit.splits for cut in split.cuts]
-    dims = {name: {c.dim for c in own} for name, own in groupby(
-        sorted(cuts, key=lambda c: c.name), lambda c: c.name)}  # fmt: skip
     missed: Counter[str] = Counter()
     for name, parameter, style in wanted:
-        own = dims.get(name, set())
+        own = {cut.dim for cut in cuts if cut.name == name}
         dim = DIMENSIONS.get(style) if parameter.ndim == 2 else None
         if not own or (dim is not None and dim not in own):
             missed[re.sub(r"\d+", "*", name)] += 1
@@ -80,7 +78,7 @@ def main() -> None:
         if row["missed"]:
             print_row(row)
         models, complete = models + 1, complete + (not row["missed"])
-        weights, missed = weights + int(str(row["named"])), missed + int(str(row["missed"]))
+        weights, missed = weights + row["named"], missed + row["missed"]
     put_into(
         asked.markdown,
         "published",

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..planner.schema.errors import InputError
 from .failing import in_module
-from .replay import put_back
+from .replay import held_buffers, put_back
 from .trial_sizes import SIZES, first_taken
 from .workload import Batch, Workload, device_of
 
@@ -25,12 +25,7 @@ def given_shapes(model: nn.Module, batch: Batch) -> None:
     if name is None:
         return
     # Statistics and counters are put back; those of lazy modules are as new after evaluation.
-    buffers = [
-        (module, key, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and not nn.parameter.is_lazy(buffer)
-    ]
+    buffers = held_buffers(model)
     modes = [(module, module.training) for module in model.modules()]
     try:
         given = batch.to(device_of(model))

@@ -25,12 +25,12 @@ HeldBuffer = tuple[nn.Module, str, Tensor, Tensor]
 
 
 def held_buffers(model: nn.Module) -> list[HeldBuffer]:
-    """All buffers of a model as they are now."""
+    """All buffers of a model as they are now, but for those that have no shape yet."""
     return [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
+        if buffer is not None and not nn.parameter.is_lazy(buffer)
     ]
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..executor.launch.start import software
-from ..executor.optimizer.chunks import sharded_step
+from ..executor.optimizer.chunks import steps_of
 from ..executor.optimizer.kinds import optimizer_for
 from ..models.compiled import uncompiled
 from ..models.precision import measured_in
@@ -165,9 +165,7 @@ def _update_rates(
     parameter.grad = torch.empty_like(parameter)
     optimizer = optimizer_for(name, [parameter])
     optimizer.param_groups[0]["foreach"] = True
-    for step, sharded in ((optimizer.step, False), (sharded_step(optimizer), True)):
-        if step is None:
-            continue
+    for sharded, step in steps_of(optimizer):
         step()  # the first makes the state
         log = OperationLog()
         with log:

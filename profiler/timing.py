@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..executor.optimizer.chunks import sharded_step
+from ..executor.optimizer.chunks import steps_of
 from ..executor.optimizer.kinds import optimizer_for
 from ..models.opened import tensors_in
 from ..models.spec import UnitSpec
@@ -212,9 +212,7 @@ def update_rates(
     size, rates = sum(c.nbytes for c in copies), []
     for name in optimizers:
         optimizer = optimizer_for(cast(OptimizerName, name), copies)
-        for step, sharded in ((optimizer.step, False), (sharded_step(optimizer), True)):
-            if step is None:
-                continue
+        for sharded, step in steps_of(optimizer):
             taken = _step_s(step, rounds, copies[0].device)
             rates.append(UpdateRate(optimizer=name, seconds_per_byte=taken / size, sharded=sharded))
     return tuple(rates)

@@ -12,7 +12,7 @@ bits (Micikevicius et al., arXiv 1710.03740)."""
 # they do not round to what stands in the chunk, the chunk is right.
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -80,12 +80,13 @@ def update_chunks(
             state[parameter] = states[one]
 
 
-def sharded_step(optimizer: Optimizer) -> Callable[[], None] | None:
-    """A step on its parameters as a sharded exchange makes it of their chunks, None where that is
-    the optimizer's own."""
+def steps_of(optimizer: Optimizer) -> Iterator[tuple[bool, Callable[[], object]]]:
+    """An optimizer's step on its parameters, and where that is another the step that a sharded
+    exchange makes of their chunks; each with whether it is that one."""
+    yield False, optimizer.step
     parameters = parameters_of(optimizer)
     if not any(has_main_weights(p) for p in parameters):
-        return None
+        return
     state: dict[Any, Any] = {}
 
     def step() -> None:
@@ -94,7 +95,7 @@ def sharded_step(optimizer: Optimizer) -> Callable[[], None] | None:
             chunk.grad = parameter.grad
         update_chunks(chunks, optimizer.param_groups, state, own_step(optimizer))
 
-    return step
+    yield True, step
 
 
 def _main_weights(chunk: nn.Parameter, known: Tensor | None) -> nn.Parameter:

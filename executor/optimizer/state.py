@@ -39,7 +39,7 @@ def shard_loaded_state(
     loaded: dict[str, Any] = {}
 
     def shard_it(optimizer: torch.optim.Optimizer) -> None:
-        _restore_types(optimizer, {p for p in sharded if has_main_weights(p)}, loaded)
+        _restore_types(optimizer, sharded, loaded)
         loaded.clear()
         shard_state(optimizer, sharded)
 
@@ -48,12 +48,14 @@ def shard_loaded_state(
 
 
 def _restore_types(
-    optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter], loaded: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    sharded: Mapping[nn.Parameter, FlatShardSpec],
+    loaded: dict[str, Any],
 ) -> None:
     # Torch makes all state that it loads of its parameter's type; that of main weights is float32.
     numbers = (number for group in loaded["param_groups"] for number in group["params"])
     for number, parameter in zip(numbers, _numbered(optimizer).values(), strict=True):
-        if parameter not in parameters:
+        if parameter not in sharded or not has_main_weights(parameter):
             continue
         for key, value in loaded["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.ndim:

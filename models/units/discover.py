@@ -190,14 +190,13 @@ def _input_dims(batch: Batch) -> dict[int, int]:
 def check_gradients(model: nn.Module) -> None:
     """``InputError`` for a module whose gradients nobody exchanges, or somebody else."""
     for name, module in model.named_modules():
+        what = f"module {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
-            what = f"module {name!r}" if name else "the model"
             raise InputError(
                 f"{what} is scripted or traced by torch.jit and takes no hooks, by which units are "
                 "measured and run: train the module that it was made of, and script it afterwards"
             )
         if _exchanges(module):
-            what = f"module {name!r}" if name else "the model"
             raise InputError(
                 f"{what} is a {type(module).__name__}, which exchanges gradients itself: give the "
                 "module inside it, as it was before it was wrapped"

@@ -19,7 +19,7 @@ from ..schema.errors import InputError
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Count, Record, Seconds
-from ..solve.evaluate import evaluation, excess
+from ..solve.evaluate import evaluation, excess, rank_memory
 from ..solve.heuristic.checkpointing import limited_by_memory
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
 from ..solve.heuristic.schedules import WORTHWHILE
@@ -310,9 +310,12 @@ def quicker_on_fewer(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Few
         if devices >= plan.world_size:
             continue
         model = CostModel(profile, resized(cluster, devices), goal)
-        done = evaluation(model, model.baseline)
-        # One device has no executor, which predictions of plans count.
-        taken_s = single_device_batch_s(model) if devices == 1 else done.prediction.step_s
-        if taken_s < plan.prediction.step_s and not excess(model, done.memory).over_bytes > 0:
+        if devices == 1:  # it has no executor, which predictions of plans count
+            taken_s = single_device_batch_s(model)
+        else:
+            taken_s = evaluation(model, model.baseline).prediction.step_s
+        if taken_s >= plan.prediction.step_s:
+            continue
+        if excess(model, rank_memory(model, model.baseline)).over_bytes <= 0:
             found.append(FewerDevices(devices, taken_s))
     return min(found, key=lambda one: one.step_s, default=None)
