@@ -330,6 +330,7 @@ def _grad_params(model: nn.Module, run: Run, shards: ModelShards) -> list[GradPa
                 exchange=policy.exchange,
                 ratio=policy.exchange_ratio,
                 feedback=policy.feedback,
+                wire=policy.wire,
                 released=policy.early_release,
             )
         params.append(param)

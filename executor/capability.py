@@ -17,6 +17,7 @@ CAPABILITY = Capability(
     priority=True,
     in_buckets=("dense",),
     feedback=("residual", "in_place", "mirror", "host_mirror"),
+    wire=("exact", "bf16"),
     idle_exchange=("dense", "sharded"),
     idle_release=False,
 )

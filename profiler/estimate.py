@@ -45,6 +45,7 @@ from ..planner.schema.profile import (
     UpdateRate,
 )
 from .catalogue import Datasheet, datasheet
+from .compression import estimated_rates
 from .memory import Footprints, FusedAttention, dry, is_dry, saved_inputs
 from .model import inputs_of, unit_profile
 from .operations import OperationLog
@@ -106,6 +107,7 @@ def estimate(
         edges=found.edges,
         pieces=found.pieces,
         updates=tuple(rate for name in OPTIMIZERS for rate in _update_rates(name, dtype, sheet)),
+        compression=estimated_rates(dtype, sheet),
         origin="estimated",
         precision=workload.precision,
     )

@@ -23,6 +23,7 @@ from ..models.workload import Batch, Workload
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
 from ..planner.schema.profile import ModelProfile, ParameterProfile, ShareProfile, UnitProfile
+from .compression import compression_rates
 from .fidelity import STEPS, measure_fidelity
 from .memory import Footprint, SavedInputs, measure_footprint, saved_inputs
 from .shares import ShareMeter, split_profiles
@@ -131,17 +132,18 @@ def _profile(
             measured = list(_measure(job, found, batches, repeats))
             units = _units(job, found, measured, degrees)
             units = _with_fidelity(job, units, measured[len(measured) // 2].batch)
+    types = [p.dtype for p in workload.model.parameters() if p.is_floating_point()]
     job.report(0.95, "measuring optimizers")
     rates = update_rates(workload.model.parameters(), optimizers)
+    dtype = types[0] if types else torch.get_default_dtype()
     sizes = tuple(m.batch for m in measured)
-    types = [p.dtype for p in workload.model.parameters() if p.is_floating_point()]
     job.report(1.0, "measured")
     return ModelProfile(
         target=workload.name,
         model=found.fingerprint,
         device=device_name(where),
         device_type=where.type,
-        dtype=str(types[0] if types else torch.get_default_dtype()).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         precision=workload.precision,
         software=software(),
         batches=sizes,
@@ -151,6 +153,7 @@ def _profile(
         step=_curve(sizes, [m.times.total for m in measured]),
         spread=spread_of(m.whole_s for m in measured),
         updates=rates,
+        compression=compression_rates(where, dtype),
     )
 
 

@@ -16,13 +16,14 @@ from ...planner.cost.collectives import ring_bytes
 from ...planner.cost.exchange import message_kind
 from ...planner.cost.ownership import largest_share
 from ...planner.schema.layout import Layout
-from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy
+from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy, WireFormat
 from ...planner.simulate import slicing
 from ...planner.simulate.slicing import GradientSize
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
 from .flat_shard import Channels, in_one_piece
+from .wire import decode, encode, wire_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +31,8 @@ class GradParam:
     """One parameter and who else holds the same values. ``full_numel`` is its undivided size.
 
     ``degree`` members hold the slices of a divided parameter; ``members`` is then their group.
-    ``unit`` is the place of its first user in forward order; ``exchange``, ``ratio`` and
-    ``feedback`` are that unit's policy. ``whole`` says that it is sent whole in every backward,
+    ``unit`` is the place of its first user in forward order; ``exchange``, ``ratio``, ``feedback``
+    and ``wire`` are that unit's policy. ``whole`` says that it is sent whole in every backward,
     whatever the policy.
     """
 
@@ -46,6 +47,7 @@ class GradParam:
     ratio: float = 1.0
     whole: bool = False
     feedback: FeedbackPolicy = "residual"
+    wire: WireFormat = "exact"
     channels: Channels | None = None
     """Where its elements are shared among the peers."""
     released: bool = False
@@ -64,8 +66,15 @@ class GradParam:
     def kind(self) -> tuple[object, ...]:
         # Parameters of one kind can travel together.
         layout = self.layout or Layout(groups=self.group.size, degree=self.degree)
-        sent = message_kind(layout, self.exchange, self.ratio, early_release=self.released)
+        sent = message_kind(
+            layout, self.exchange, self.ratio, self.wire, early_release=self.released
+        )
         return sent, self.parameter.dtype, self.parameter.device
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """As what its gradient travels."""
+        return wire_dtype(self.wire, self.parameter.dtype)
 
     @property
     def full_bytes(self) -> int:
@@ -96,6 +105,7 @@ class Bucket:
         self.group = params[0].group
         self.single_rank = self.group.handle is None
         self.numel = sum(p.parameter.numel() for p in params)
+        self._wire_dtype = params[0].wire_dtype
         self.reset()
 
     def reset(self) -> None:
@@ -111,7 +121,7 @@ class Bucket:
         """What a ring all-reduce sends of it."""
         if self.single_rank:
             return 0
-        size_bytes = self.numel * self.params[0].parameter.element_size()
+        size_bytes = self.numel * self._wire_dtype.itemsize
         return ring_bytes("all_reduce", self.group.size, size_bytes)
 
     def fill(self, param: GradParam) -> None:
@@ -129,12 +139,13 @@ class Bucket:
         """Starts the sum over the group. Collective, in bucket order."""
         self.launched = True
         if not self.single_rank and self._flat is not None and self.numel:
-            self.work = dist.all_reduce(self._flat, group=self.group.handle, async_op=True)
+            message = encode(self._flat, self._wire_dtype)
+            self.work = dist.all_reduce(message, group=self.group.handle, async_op=True)
 
     def average(self) -> None:
         """Turns the sum into the average, once it has arrived."""
         if self._flat is not None:
-            self._flat.div_(self.group.size)
+            decode(self._flat, self._wire_dtype, self.group.size)
 
     def result(self, param: GradParam) -> Tensor:
         if not self.single_rank:

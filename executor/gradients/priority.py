@@ -362,7 +362,7 @@ class PriorityExchange(Exchange):
         for grad_group in updates:
             for number, one in enumerate(grad_group.gathered_slices):
                 text = f"gathering {number} of {one.params[0].name!r}"
-                self._issued(text, one.sent_bytes, one.gather_group)
+                self._issued(text, one.gathered_bytes, one.gather_group)
         # A copy: its thread's waits are not those of the thread that trains.
         return ShardedStepPipeline(updates, copy.copy(self._watch), self._orders.arrived)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.plan import SHARDING
 from ...planner.simulate.slicing import SliceSpec
 from ..comm.buffers import alias_for_comm
@@ -158,7 +159,13 @@ class ShardedSlice(Slice):
     @property
     def bytes(self) -> int:
         # Half its size: its all-to-all takes half the time of an all-reduce of all of it.
-        return self.width * self.group.size * self.params[0].parameter.element_size() // 2
+        return self.width * self.group.size * self.params[0].wire_dtype.itemsize // 2
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What a ring sends of its parameters."""
+        size = self.width * self.group.size * self.params[0].parameter.element_size()
+        return ring_bytes("all_gather", self.group.size, size)
 
     def pack(
         self, gradients: Mapping[GradParam, Tensor], averages: Mapping[GradParam, Tensor]
@@ -166,7 +173,8 @@ class ShardedSlice(Slice):
         """Copies what it will send out of the gradients, which it does not need after that, and
         this rank's own elements into its ``averages``."""
         wholes = [flat(gradients[s.param]) for s in self.param_slices]
-        self._packed = wholes[0].new_zeros(self.group.size - 1, self.width)
+        peers, dtype = self.group.size - 1, self.params[0].wire_dtype
+        self._packed = wholes[0].new_zeros(peers, self.width, dtype=dtype)
         for one, whole in zip(self.param_slices, wholes, strict=True):
             averages[one.param][one.own] = one.pack(whole, self._packed[:, one.columns])
 
@@ -198,7 +206,8 @@ class ShardedSlice(Slice):
         for one in self.param_slices:
             own = averages[one.param][one.own]
             others = self._wire[:, one.columns][:, : own.numel()]
-            own.add_(others[0] if len(others) == 1 else others.sum(dim=0)).div_(self.group.size)
+            summed = others[0] if len(others) == 1 else others.sum(dim=0, dtype=own.dtype)
+            own.add_(summed).div_(self.group.size)
         self._packed = None
         self._finish()
         return waited

@@ -17,6 +17,7 @@ from ..comm.worker_threads import abandon
 from .buckets import GradParam
 from .flat_shard import flat, in_one_piece
 from .pending import bare
+from .wire import decode, encode
 
 
 class Slice:
@@ -40,14 +41,16 @@ class Slice:
     def bytes(self) -> int:
         """Its size on this rank, as that of an all-reduce which takes as long."""
         numel = sum(p.parameter.numel() for p in self.params)
-        return numel * self.params[0].parameter.element_size() // self.slice_spec.parts
+        return numel * self.params[0].wire_dtype.itemsize // self.slice_spec.parts
 
     @property
     def shared_bytes(self) -> int:
         """Its size for ordering: the same number on all ranks, whatever each holds."""
         share = sum(p.shared_bytes for p in self.params) // self.slice_spec.parts
+        first = self.params[0]
+        share = share * first.wire_dtype.itemsize // first.parameter.element_size()
         # Of an all-reduce that takes as long as the way of gradients to those who own elements.
-        return share // 2 if self.params[0].exchange in SHARDING else share
+        return share // 2 if first.exchange in SHARDING else share
 
     @property
     def sent_bytes(self) -> int:
@@ -65,7 +68,7 @@ class Slice:
             self._wire = flats[0][numel * part // parts : numel * (part + 1) // parts]
         self._arrived = False
         if group.handle is not None and self._wire.numel():
-            self._comm_tensors = [alias_for_comm(self._wire)]
+            self._comm_tensors = [alias_for_comm(encode(self._wire, self.params[0].wire_dtype))]
             self.work = dist.all_reduce(self._comm_tensors[0], group=group.handle, async_op=True)
 
     @property
@@ -82,7 +85,7 @@ class Slice:
         group = self.params[0].group
         waited = watch.wait(self.work, group, doing)
         if group.handle is not None:
-            self._wire.div_(group.size)
+            decode(self._wire, self.params[0].wire_dtype, group.size)
         if len(self.params) > 1:
             flats = [flat(gradients[param]) for param in self.params]
             torch._foreach_copy_(flats, torch.split(self._wire, [f.numel() for f in flats]))

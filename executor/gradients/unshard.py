@@ -233,7 +233,7 @@ class UnshardManager:
         self.order_digest = crc32(grad_group.unit.to_bytes(4, "little"), self.order_digest)
         for number, one in enumerate(grad_group.unshard_slices):
             text = f"gathering {number} of {one.params[0].name!r} for a use"
-            self._issued(text, one.sent_bytes, one.gather_group)
+            self._issued(text, one.gathered_bytes, one.gather_group)
         grad_group.announce()
         # On a device's streams all is issued by the thread that trains, in one order on all ranks.
         on_stream = any(param.group.on_stream for param in grad_group.params)

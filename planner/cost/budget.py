@@ -12,6 +12,10 @@ from ..schema.options import Option
 from .compute import backward_s, forward_s
 from .cost import CostModel
 
+# Rounding to bfloat16's eight significant bits moves a number by at most 2⁻⁹ of itself, whatever
+# the model: a bound that needs no measuring.
+ROUNDED_AWAY = 2.0**-18
+
 
 def unit_s(model: CostModel, k: int, option: Option) -> float:
     """Seconds of a step in which unit ``k`` computes."""
@@ -79,6 +83,8 @@ def unit_amplification(model: CostModel, k: int, option: Option) -> float:
 
 def lost_energy(model: CostModel, k: int, option: Option) -> float:
     """The share of the whole gradient's energy that unit ``k`` does not send at once."""
+    if option.rounded:
+        return ROUNDED_AWAY * model.energy_shares[k]
     if not option.lossy:
         return 0.0
     kept = model.profile.units[k].kept(option.exchange, option.ratio)

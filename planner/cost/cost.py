@@ -161,10 +161,11 @@ class CostModel(Exchanges):
         host_rate = self.host_bytes_per_s
         copies_s = 2.0 * trained / (host_rate or 1.0) if option.feedback == "host_mirror" else 0.0
         own_s = self.overhead_s(k, trained if layout.groups > 1 else 0)
+        encode_s, decode_s = self._coding_s(option, trained)
         cost = UnitCost(
             forward_s=share.forward_s,
-            backward_s=share.backward_s + own_s + copies_s,
-            update_s=self._update_s(option, trained),
+            backward_s=share.backward_s + own_s + copies_s + encode_s,
+            update_s=self._update_s(option, trained) + decode_s,
             inner_forward=inner_forward,
             inner_backward=inner_backward,
             exchange=exchange,
@@ -204,15 +205,26 @@ class CostModel(Exchanges):
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
 
     def _update_s(self, option: Option, trained_bytes: int) -> float:
-        """The update of a member's shard, of its part of it where the exchange is sharded; and for
-        a lossy exchange the choice of what is sent."""
+        """The update of a member's shard, of its part of it where the exchange is sharded."""
         part = trained_bytes * self.profile.update_seconds_per_byte(
             self.goal.optimizer, sharded=option.shards
         )
         if option.shards:
             part /= option.layout.groups
-        rate = self.profile.compression_seconds_per_byte(option.exchange)
-        return part + (trained_bytes * rate if option.lossy else 0.0)
+        return part
+
+    def _coding_s(self, option: Option, trained_bytes: int) -> tuple[float, float]:
+        """(before, after) the exchange of a member's shard: choosing, rounding and packing what is
+        sent, and making gradients of what has come."""
+        if option.layout.groups == 1 or not (option.lossy or option.rounded):
+            return 0.0, 0.0
+        rate = self.profile.compression_rate(option.exchange if option.lossy else option.wire)
+        if rate is None:
+            return 0.0, 0.0
+        return (
+            trained_bytes * rate.seconds_per_byte,
+            trained_bytes * rate.received_seconds_per_byte,
+        )
 
     def _inner(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
         """The collectives inside a unit, forward and backward: the all-reduce of ``global`` batch
@@ -381,6 +393,8 @@ def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
         )
     elif option.lossy and unit.kept(option.exchange, option.ratio) is None:
         reason = f"asks for {option.exchange!r} at ratio {option.ratio}: measure its fidelity there"
+    elif option.rounded and model.wire_share(option) == 1:
+        reason = f"asks for {option.wire!r} with gradients of {model.profile.dtype}: use 'exact'"
     elif option.shards and not model.sliced:
         reason = "asks for a sharded exchange: plan it with the priority schedule"
     elif option.gathers and option.memory == "offload":

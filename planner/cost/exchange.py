@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..schema.layout import Layout
 from ..schema.options import Option, cuts
-from ..schema.plan import ExchangePolicy
+from ..schema.plan import ExchangePolicy, WireFormat
 from ..schema.profile import ModelProfile, ParameterProfile
 from .collectives import Fabric, Rings, collective_s, groups_of, peers_of, ring_steps, rings
 from .compute import shard_bytes
@@ -14,6 +14,7 @@ from .step_time import LINKS, OnLink
 from .structure import Structure
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+WIRE_BYTES: dict[WireFormat, int] = {"bf16": 2}
 # The number that says where a chosen gradient element belongs is an int32. A parameter with more
 # elements than that can number is sent whole.
 NUMBER_BYTES = 4
@@ -26,12 +27,22 @@ def sent_whole(dims: int, numel: int, *, of_norm: bool) -> bool:
     return dims <= 1 or of_norm or numel > MOST_NUMBERED
 
 
+def wire_share(wire: WireFormat, element_bytes: int) -> float:
+    """The bytes that travel for each byte of a gradient whose elements have ``element_bytes``."""
+    return min(WIRE_BYTES.get(wire, element_bytes) / element_bytes, 1.0)
+
+
 def message_kind(
-    layout: Layout, exchange: ExchangePolicy, ratio: float, *, early_release: bool
+    layout: Layout,
+    exchange: ExchangePolicy,
+    ratio: float,
+    wire: WireFormat = "exact",
+    *,
+    early_release: bool,
 ) -> Option:
     """What gradients have in common that may share a message: the layout among whose groups they
     are averaged, and how. The executor tells types and devices apart besides."""
-    return Option(layout, exchange=exchange, ratio=ratio, early_release=early_release)
+    return Option(layout, exchange=exchange, ratio=ratio, wire=wire, early_release=early_release)
 
 
 class Gradient(NamedTuple):
@@ -68,7 +79,7 @@ class Exchanges(Structure):
         self.fabric, self.micro_batches = fabric, micro_batches
         self.message_bytes, self.sliced = message_bytes, sliced
         self._gradients: dict[tuple[int, Option], tuple[Gradient, ...]] = {}
-        self._exchanges: dict[tuple[Layout, str, float], OnLink] = {}
+        self._exchanges: dict[tuple[Layout, str, str, float], OnLink] = {}
         self._rings: dict[tuple[Layout, str], Rings] = {}
 
     def gradients(self, k: int, option: Option) -> tuple[Gradient, ...]:
@@ -86,7 +97,7 @@ class Exchanges(Structure):
             # What a style leaves whole is the same on all members: they are peers of each other.
             layout = Layout(groups=layout.size, degree=1, first=layout.first)
         kind = message_kind(
-            layout, option.exchange, option.ratio, early_release=option.early_release
+            layout, option.exchange, option.ratio, option.wire, early_release=option.early_release
         )
         shape = parameter.shape
         whole = sent_whole(len(shape), prod(shape), of_norm=unit.kind == "norm")
@@ -121,13 +132,14 @@ class Exchanges(Structure):
         if option.exchange == "topk":
             element = ELEMENT_BYTES.get(self.profile.dtype, 4)
             return ceil(groups * option.ratio * trained_bytes * (1 + NUMBER_BYTES / element))
+        # Of a rounded gradient too it is its own bytes, by which messages are cut.
         return ceil(option.ratio * trained_bytes) if option.lossy else trained_bytes
 
     def exchange(self, option: Option, payload_bytes: float) -> OnLink:
         """The exchange of a payload over the groups, all members' at the same time: an all-reduce;
         a reduce-scatter and an all-gather where it is sharded, and where parameters are too an
         all-gather before each forward and each backward; an all-gather of what was chosen."""
-        key = (option.layout, option.exchange, payload_bytes)
+        key = (option.layout, option.exchange, option.wire, payload_bytes)
         if key not in self._exchanges:
             self._exchanges[key] = self._exchange(option, payload_bytes)
         return self._exchanges[key]
@@ -138,15 +150,18 @@ class Exchanges(Structure):
         if option.exchange == "topk":
             seconds = collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, part * payload_bytes)
+        sent_bytes = payload_bytes * self.wire_share(option)
         if option.shards:
             gathers = 2 * self.micro_batches if option.gathers else 1
-            seconds = collective_s(self.fabric, ring, "reduce_scatter", payload_bytes)
+            seconds = collective_s(self.fabric, ring, "reduce_scatter", sent_bytes)
             seconds += gathers * collective_s(self.fabric, ring, "all_gather", payload_bytes)
-            return OnLink(seconds, link, (1 + gathers) * part * payload_bytes)
-        seconds = collective_s(self.fabric, ring, "all_reduce", payload_bytes)
-        return OnLink(
-            seconds, link, ring_steps("all_reduce", ring.ranks) / ring.ranks * payload_bytes
-        )
+            return OnLink(seconds, link, part * (sent_bytes + gathers * payload_bytes))
+        seconds = collective_s(self.fabric, ring, "all_reduce", sent_bytes)
+        return OnLink(seconds, link, ring_steps("all_reduce", ring.ranks) / ring.ranks * sent_bytes)
+
+    def wire_share(self, option: Option) -> float:
+        """The bytes of a gradient that travel for each of its own."""
+        return wire_share(option.wire, ELEMENT_BYTES.get(self.profile.dtype, 4))
 
     def exchanged(self, option: Option, payload_bytes: int) -> tuple[OnLink, float]:
         """(a unit's exchange, seconds of one slice, zero in buckets)."""

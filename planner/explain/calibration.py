@@ -411,7 +411,11 @@ def _slowed(profile: ModelProfile, times: float) -> ModelProfile:
             for r in profile.updates
         ),
         compression=tuple(
-            msgspec.structs.replace(r, seconds_per_byte=times * r.seconds_per_byte)
+            msgspec.structs.replace(
+                r,
+                seconds_per_byte=times * r.seconds_per_byte,
+                received_seconds_per_byte=times * r.received_seconds_per_byte,
+            )
             for r in profile.compression
         ),
     )

@@ -85,6 +85,7 @@ def policy_words(one: UnitPlan | Alternative | UnitExplanation) -> list[str]:
     lossy = one.exchange in LOSSY
     if one.exchange != "dense":
         words.append(f"{one.exchange} {one.exchange_ratio:g}" if lossy else one.exchange)
+    words += [one.wire] if one.wire != "exact" else []
     words += [one.feedback] if one.feedback != "residual" else []
     return words
 

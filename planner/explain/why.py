@@ -29,7 +29,14 @@ from ..schema.cluster import Cluster, LevelName
 from ..schema.errors import InputError
 from ..schema.layout import Layout, Style
 from ..schema.options import Decisions, Option
-from ..schema.plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, ScheduleName
+from ..schema.plan import (
+    ExchangePolicy,
+    FeedbackPolicy,
+    MemoryPolicy,
+    Plan,
+    ScheduleName,
+    WireFormat,
+)
 from ..schema.profile import ModelProfile
 from ..schema.record import Bytes, Index, Record, Seconds
 from ..simulate.events import gaps
@@ -90,6 +97,7 @@ class Alternative(Record, frozen=True, kw_only=True):
     exchange_ratio: float = 1.0
     early_release: bool = False
     feedback: FeedbackPolicy = "residual"
+    wire: WireFormat = "exact"
     step_s: Seconds
     gpu_seconds: Seconds
     peak_bytes: Bytes
@@ -141,6 +149,7 @@ class UnitExplanation(Record, frozen=True, kw_only=True):
     exchange_ratio: float = 1.0
     early_release: bool = False
     feedback: FeedbackPolicy = "residual"
+    wire: WireFormat = "exact"
     forward_s: Seconds
     backward_s: Seconds
     redistribute_s: Seconds

@@ -6,7 +6,8 @@ of its own. Per parameter, with P its shard's bytes and G peers:
 
     dense     P where it is packed with others (small ones)
     sharded   P (G - 1)/G received from peers; as much that is sent, and one's own P/G, take the
-              gradient's place before anything is received
+              gradient's place before anything is received. Rounded to travel, both are smaller
+              by the same share, and what is sent leaves a part of the gradient's place free
     top-k     what all peers send: G · ratio · P with indices, and one's own message; the ratio
               is largest at the beginning, while top-k warms up
     dropped   nothing besides what dense has
@@ -51,7 +52,8 @@ def comm_buffer_bytes(model: CostModel, k: int, option: Option) -> float:
         return (layout.groups + 1) * _message_bytes(model, option, sum(sizes))
     if option.exchange != "sharded":
         return float(sum(s for s in sizes if packed(s, model.message_bytes)))
-    return sum(sizes) * (1 - 1 / layout.groups)
+    # What is received, less what the part that is sent leaves of the gradient's place.
+    return sum(sizes) * (1 - 1 / layout.groups) * (2 * model.wire_share(option) - 1)
 
 
 def _message_bytes(model: CostModel, option: Option, shard_bytes: float) -> float:

@@ -74,14 +74,15 @@ def gathered(structure: Exchanges, k: int, option: Option) -> UnshardedBytes:
         0 if n is None else packed_copies_bytes(structure, n, plain) for n in neighbours[:2]
     )
     saved, *later = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after, beyond))
+    copies = GRADIENT_COPIES * structure.wire_share(option)
     return UnshardedBytes(
         saved=saved,
         forward=own + after + after_coming,
         before=before + before_coming,
-        backward_more=before + before_coming + GRADIENT_COPIES * sum(later) - after - after_coming,
+        backward_more=before + before_coming + ceil(copies * sum(later)) - after - after_coming,
         unsharded=own,
-        gradients_sent=GRADIENT_COPIES * saved,
-        next_gradients=GRADIENT_COPIES * later[0],
+        gradients_sent=ceil(copies * saved),
+        next_gradients=ceil(copies * later[0]),
     )
 
 

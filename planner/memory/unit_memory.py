@@ -184,7 +184,8 @@ class MemoryModel:
         elif option.exchange == "sharded":
             # The gradient stands beside the copies of what will be sent and of this rank's own
             # elements, before anything is received.
-            taken += trained / option.layout.groups
+            own = 1 / option.layout.groups
+            taken += trained * (own + (1 - own) * (1 - self.model.wire_share(option)))
         return taken + self.model.passing_bytes[k] * samples
 
     def own_input_bytes(self, k: int, option: Option, samples: int | None) -> float:

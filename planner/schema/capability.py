@@ -3,7 +3,7 @@
 from typing import get_args
 
 from .layout import Layout, Style
-from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, UnitPlan
+from .plan import LOSSY, ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, UnitPlan, WireFormat
 from .profile import UnitProfile
 from .record import Record
 
@@ -25,6 +25,7 @@ class Capability(Record, frozen=True, kw_only=True):
     branches: bool = False
     in_buckets: tuple[ExchangePolicy, ...] = get_args(ExchangePolicy)
     feedback: tuple[FeedbackPolicy, ...] = ("residual",)
+    wire: tuple[WireFormat, ...] = ("exact",)
     idle_exchange: tuple[ExchangePolicy, ...] = get_args(ExchangePolicy)
     idle_release: bool = True
 
@@ -57,11 +58,17 @@ class Capability(Record, frozen=True, kw_only=True):
             ("memory policy", unit.memory, self.memory),
             ("exchange policy", unit.exchange, self.exchange),
             ("feedback", unit.feedback, self.feedback),
+            ("wire format", unit.wire, self.wire),
         ):
             if value not in known:
                 return f"unit {unit.name!r} asks for {what} {value!r}"
         if unit.exchange == "fully_sharded" and unit.memory == "offload":
             return f"unit {unit.name!r} asks for offload and for exchange 'fully_sharded' at once"
+        if unit.wire != "exact" and unit.exchange in LOSSY:
+            return (
+                f"unit {unit.name!r} asks for exchange {unit.exchange!r} and wire format "
+                f"{unit.wire!r} at once"
+            )
         if not self.suits(unit.layout, world_size, unit.exchange, unit.early_release):
             released = unit.exchange in self.idle_exchange
             what = "early release" if released else f"exchange {unit.exchange!r}"
@@ -101,6 +108,7 @@ EVERYTHING = Capability(
     priority=True,
     branches=True,
     feedback=get_args(FeedbackPolicy),
+    wire=get_args(WireFormat),
 )
 
 # What is planned when no executor has stated what it can run.

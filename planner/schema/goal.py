@@ -63,6 +63,9 @@ OBJECTIVES = {"step": "time", "gpu-seconds": "gpu_seconds"}
 BACKGROUND_LIMIT = 1.1
 """Default of what a background job may slow a step by."""
 
+ROUNDED_FIDELITY = 0.9999
+"""The share of a gradient's energy that is kept at least where nothing but rounding is allowed."""
+
 BatchStatistics = Literal["local", "global"]
 
 
@@ -108,12 +111,12 @@ class Goal(Record, frozen=True, kw_only=True):
     device-seconds (within ``time_limit_s`` seconds of a step, if given). ``amplification_limit``
     bounds the device-seconds of a step, ``unit_amplification_limit`` those of every unit by itself,
     as a multiple of what one device would take for the whole batch (DeepPool, arXiv 2112.10065).
-    Lossy exchange needs ``allow_lossy``, and keeps at least ``min_fidelity`` of the gradient's
-    energy over all units. With ``background`` another job may run in what the plan leaves idle, and
-    a step may take up to ``background_limit`` times as long for it: ``time_limit_s`` holds for the
-    step so slowed, while predictions are of the step without it. ``pins`` take layouts and styles
-    of units out of the search, ``all_layouts`` brings every number of groups and members in (else
-    divisors of the number of ranks, and powers of two).
+    Gradients that are rounded to travel and lossy exchange need ``allow_lossy``, and keep at least
+    ``min_fidelity`` of the gradient's energy over all units. With ``background`` another job may
+    run in what the plan leaves idle, and a step may take up to ``background_limit`` times as long
+    for it: ``time_limit_s`` holds for the step so slowed, while predictions are of the step without
+    it. ``pins`` take layouts and styles of units out of the search, ``all_layouts`` brings every
+    number of groups and members in (else divisors of the number of ranks, and powers of two).
     """
 
     batch: Count
@@ -148,6 +151,11 @@ class Goal(Record, frozen=True, kw_only=True):
         """The limit on a step's time without the background job that may slow it; None without
         one."""
         return None if self.time_limit_s is None else self.time_limit_s / self.slowdown
+
+    @property
+    def allows_parts(self) -> bool:
+        """Whether part of a gradient may wait for a later step, and not only be rounded."""
+        return self.allow_lossy and self.min_fidelity < ROUNDED_FIDELITY
 
     def permits(self, unit: str, layout: Layout, style: Style | None = None) -> bool:
         """Whether the pins leave that layout (in that style) to a unit."""
@@ -229,10 +237,13 @@ def _fidelity(least: float | None, allow_lossy: bool) -> float:
                 "add --allow-lossy (allow_lossy=True, lossy=True of auto_parallelize)"
             )
         return 1.0
-    if least is None or least == 1:
+    if least is None:
+        return ROUNDED_FIDELITY
+    if least == 1:
         raise InputError(
-            "a lossy exchange that keeps the whole gradient saves nothing: say how much of its "
-            "energy must be sent, with --min-fidelity 0.9 (min_fidelity=0.9)"
+            "a lossy exchange that keeps the whole gradient saves nothing: leave --min-fidelity "
+            "(min_fidelity) out for gradients that are rounded only, or say how much of their "
+            "energy must be sent at once, such as 0.9"
         )
     if not 0 <= least < 1:
         raise InputError(f"a least fidelity of {least:g} is no share: give 0 to 1, such as 0.9")

@@ -7,7 +7,15 @@ from typing import NamedTuple
 from .capability import Capability, degrees
 from .goal import OPTIMIZERS, Goal, OptimizerName
 from .layout import Layout, Style, data_parallel
-from .plan import LOSSY, MIRRORS, SHARDING, ExchangePolicy, FeedbackPolicy, MemoryPolicy
+from .plan import (
+    LOSSY,
+    MIRRORS,
+    SHARDING,
+    ExchangePolicy,
+    FeedbackPolicy,
+    MemoryPolicy,
+    WireFormat,
+)
 from .profile import ModelProfile, UnitProfile
 
 
@@ -21,6 +29,7 @@ class Option(NamedTuple):
     ratio: float = 1.0
     early_release: bool = False
     feedback: FeedbackPolicy = "residual"
+    wire: WireFormat = "exact"
     segment: tuple[str, ...] = ()
     """As in ``UnitPlan``: its neighbours with the same modules here are recomputed with it."""
 
@@ -28,6 +37,11 @@ class Option(NamedTuple):
     def lossy(self) -> bool:
         """Whether part of the gradient waits for a later step."""
         return self.exchange in LOSSY
+
+    @property
+    def rounded(self) -> bool:
+        """Whether gradients are rounded to travel."""
+        return self.wire != "exact"
 
     @property
     def shards(self) -> bool:

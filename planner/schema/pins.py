@@ -20,7 +20,7 @@ from .errors import InputError
 from .goal import Goal, Pin
 from .layout import Layout, Style, lattice
 from .options import Option, allowed, tied_units, ties_agree
-from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy
+from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, WireFormat
 from .profile import FIXED_KINDS, ModelProfile
 
 STYLES: tuple[Style, ...] = get_args(Style)
@@ -29,10 +29,11 @@ POLICIES: tuple[str, ...] = (
     *get_args(MemoryPolicy),
     *get_args(ExchangePolicy),
     *get_args(FeedbackPolicy),
+    *get_args(WireFormat),
     EARLY_RELEASE,
 )
 # Policies that a unit falls back on: without them nothing would be left to plan.
-ALWAYS = ("keep", "dense", "residual")
+ALWAYS = ("keep", "dense", "residual", "exact")
 # Names are proposed from this ratio of ``SequenceMatcher`` on, difflib's own default.
 LEAST_LIKE = 0.6
 MOST_NAMES = 3
@@ -109,6 +110,7 @@ def without(capability: Capability, policies: Sequence[str]) -> Capability:
         exchange=tuple(e for e in capability.exchange if e not in policies),
         early_release=capability.early_release and EARLY_RELEASE not in policies,
         feedback=tuple(f for f in capability.feedback if f not in policies),
+        wire=tuple(w for w in capability.wire if w not in policies),
     )
 
 

@@ -14,6 +14,8 @@ SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
 """Each rank updates its part of a parameter; the second keeps nothing but that between uses."""
 LOSSY: tuple[ExchangePolicy, ...] = ("dropped", "topk")
 """A part of the gradient waits for a later step."""
+WireFormat = Literal["exact", "bf16"]
+"""As what gradients that are sent whole travel: in their own type, or rounded to bfloat16."""
 FeedbackPolicy = Literal["residual", "in_place", "mirror", "host_mirror"]
 """Where top-k keeps what it has not sent. See ``memory.gradient_buffers``."""
 # Those in which a gradient is taken in as soon as it is computed, so that its memory is free.
@@ -50,6 +52,7 @@ class UnitPlan(Record, frozen=True, kw_only=True):
     early_release: bool = False
     exchange: ExchangePolicy = "dense"
     exchange_ratio: float = 1.0
+    wire: WireFormat = "exact"
     feedback: FeedbackPolicy = "residual"
     parameter_bytes: Bytes = 0
     forward_s: Seconds = 0.0

@@ -237,10 +237,12 @@ class UpdateRate(Record, frozen=True, kw_only=True):
 
 
 class CompressionRate(Record, frozen=True, kw_only=True):
-    """Seconds that a lossy exchange takes to choose what it sends, for each byte of gradients."""
+    """Seconds that an exchange or a wire format takes for each byte of gradients: to choose, round
+    and pack what it sends, and (``received``) to make gradients of what has come."""
 
-    exchange: Literal["dropped", "topk"]
+    exchange: Literal["dropped", "topk", "bf16"]
     seconds_per_byte: Seconds
+    received_seconds_per_byte: Seconds = 0.0
 
 
 class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
@@ -316,7 +318,6 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         alike = {"adam": "adamw", "adamw": "adam"}.get(optimizer, optimizer)
         return rates.get(optimizer, rates.get(alike, 0.0))
 
-    def compression_seconds_per_byte(self, exchange: str) -> float:
-        """The measured rate of a lossy exchange, zero where it was not measured."""
-        rates: dict[str, float] = {r.exchange: r.seconds_per_byte for r in self.compression}
-        return rates.get(exchange, 0.0)
+    def compression_rate(self, exchange: str) -> CompressionRate | None:
+        """The measured rate of a lossy exchange or a wire format, None where it was not."""
+        return next((r for r in self.compression if r.exchange == exchange), None)

@@ -94,7 +94,10 @@ def exchange_options(
     # Gradients that add up over micro-batches cannot go before the last of these.
     releases = capability.early_release and model.sliced and model.micro_batches == 1 and trained
     exchanged = base.layout.groups > 1 and trained
-    for option in (base, *(_exchanges(model, k, base, capability) if exchanged else ())):
+    options = [base, *(_exchanges(model, k, base, capability) if exchanged else ())]
+    if exchanged:
+        options += _rounded(model, k, options, capability)
+    for option in options:
         for early in (False, True) if releases and not option.shards else (False,):
             if capability.suits(base.layout, model.world_size, option.exchange, early):
                 yield option._replace(early_release=early)
@@ -102,14 +105,22 @@ def exchange_options(
 
 def _exchanges(model: CostModel, k: int, base: Option, capability: Capability) -> Iterator[Option]:
     """The exchanges that may be had in place of a dense one."""
-    goal, unit = model.goal, model.profile.units[k]
+    goal = model.goal
     divides = goal.state_copies or model.profile.update_seconds_per_byte(goal.optimizer)
     if "sharded" in capability.exchange and model.sliced and divides:
         yield base._replace(exchange="sharded")
     if may_gather(model, capability):
         yield base._replace(exchange="fully_sharded")
+    yield from _lossy_exchanges(model, k, base, capability)
+
+
+def _lossy_exchanges(
+    model: CostModel, k: int, base: Option, capability: Capability
+) -> Iterator[Option]:
+    """Those that send a part of each gradient."""
+    goal, unit = model.goal, model.profile.units[k]
     host_bytes_per_s = model.host_bytes_per_s
-    for curve in unit.fidelity if goal.allow_lossy else ():
+    for curve in unit.fidelity if goal.allows_parts else ():
         known = curve.exchange in capability.exchanges(sliced=model.sliced)
         ways = feedbacks(curve.exchange, goal.optimizer, capability.feedback, host_bytes_per_s)
         for ratio in curve.ratios if known else ():
@@ -117,6 +128,18 @@ def _exchanges(model: CostModel, k: int, base: Option, capability: Capability) -
             if lost_energy(model, k, lossy) <= energy_budget(model):
                 for way in ways:
                     yield lossy._replace(feedback=way)
+
+
+def _rounded(
+    model: CostModel, k: int, options: Sequence[Option], capability: Capability
+) -> Iterator[Option]:
+    """The options with gradients that are rounded to travel, where that saves bytes and may be."""
+    for wire in capability.wire if model.goal.allow_lossy else ():
+        for option in options:
+            rounded = option._replace(wire=wire)
+            saves = rounded.rounded and not option.lossy and model.wire_share(rounded) < 1
+            if saves and lost_energy(model, k, rounded) <= energy_budget(model):
+                yield rounded
 
 
 def may_gather(model: CostModel, capability: Capability) -> bool:

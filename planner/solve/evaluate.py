@@ -329,6 +329,7 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
         early_release=option.early_release,
         exchange=option.exchange,
         exchange_ratio=option.ratio,
+        wire=option.wire,
         feedback=option.feedback,
         parameter_bytes=sum(p.bytes for p in done.model.owned[k]),
         forward_s=float(chain.forward_s[k]),
@@ -349,6 +350,7 @@ def decisions_of(plan: Plan) -> Decisions:
             ratio=unit.exchange_ratio,
             early_release=unit.early_release,
             feedback=unit.feedback,
+            wire=unit.wire,
             segment=unit.segment,
         )
         for unit in plan.units

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..cost.budget import lost_energy
 from ..cost.compute import saved_bytes
 from ..cost.cost import CostModel
 from ..memory.prefetch_overlap import neighbours_bytes
@@ -279,13 +280,9 @@ class OptionTable:
 
     def _lost(self, k: int, policies: Sequence[Policy]) -> Reals:
         """The share of the whole gradient's energy that each policy of unit ``k`` leaves."""
-        unit, found = self.model.profile.units[k], []
-        for policy in policies:
-            fields = dict(policy)
-            kept = unit.kept(fields.get("exchange", "dense"), fields.get("ratio", 1.0))
-            found.append(0.0 if kept is None else 1.0 - kept)
-        lost: Reals = np.array(found) * self.model.energy_shares[k]
-        return lost
+        plain = Option(*self.states[k][0])
+        options = (plain._replace(**dict(policy)) for policy in policies)
+        return np.array([lost_energy(self.model, k, option) for option in options])
 
     # -- edges and ties --------------------------------------------------------------------------
 
@@ -380,5 +377,5 @@ class OptionTable:
 
 def _exchange_of(option: Option) -> Policy:
     """The fields of an option that are about its exchange."""
-    names = ("exchange", "ratio", "early_release", "feedback")
+    names = ("exchange", "ratio", "early_release", "feedback", "wire")
     return tuple((name, getattr(option, name)) for name in names)

@@ -38,18 +38,18 @@ def problem_for(
     only with ``bursts``), or with ``hypothetical`` all that can be decided (gradients by priority,
     unless told). ``forbidden`` are policies that no unit shall have."""
     check_schedule(schedule)
-    if goal.allow_lossy and not any(unit.fidelity for unit in profile.units):
+    if goal.allows_parts and not any(unit.fidelity for unit in profile.units):
         raise InputError(
             f"the profile of {profile.target} says of no unit how much of its gradient a lossy "
             "exchange keeps (fidelity), which estimates do not know: measure the model on this "
-            "machine (meshwright profile without --device), or leave --allow-lossy (allow_lossy) "
-            "out"
+            "machine (meshwright profile without --device), or leave --min-fidelity (min_fidelity) "
+            "out, which allows gradients rounded to bfloat16"
         )
-    if goal.allow_lossy and is_scaled(profile.precision):
+    if goal.allows_parts and is_scaled(profile.precision):
         raise InputError(
             f"precision {profile.precision} scales gradients, and of one that is sent in part what "
-            "overflowed would stay with the rest: leave --allow-lossy (allow_lossy) out, or use "
-            "bf16-mixed"
+            "overflowed would stay with the rest: leave --min-fidelity (min_fidelity) out, which "
+            "allows gradients rounded to bfloat16, or use bf16-mixed"
         )
     runs = executor if bursts else searched(executor)
     # A scaled gradient may have to be thrown away whole, so none is used before all are there.

@@ -1,0 +1,133 @@
+"""What choosing, rounding and packing gradients takes, and making gradients of what has come.
+
+It is measured with the executor's own functions on one large gradient. What a dense exchange does
+too (the division by the number of ranks) is left out: it is part of the executor's measured work.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..executor.gradients.feedback import ErrorFeedback, l1
+from ..executor.gradients.topk import largest, topk_elements
+from ..executor.gradients.wire import WIRE_DTYPES, decode, encode, wire_dtype
+from ..planner.schema.profile import CompressionRate
+from .catalogue import Datasheet
+from .collectives import synchronise
+from .operations import OperationLog
+from .roofline import seconds
+
+# Elements of the gradient: too many for a processor's cache, as a model's gradients are.
+ELEMENTS = 2**22
+PEERS = 2
+TOPK_RATIO = 0.05
+ROUNDS = 7
+
+
+class Coding(NamedTuple):
+    """What is done to a gradient before it is sent, and when it has come; ``plain`` is what a dense
+    exchange does then."""
+
+    exchange: Literal["dropped", "topk", "bf16"]
+    before: Callable[[], object]
+    after: Callable[[], object]
+    plain: Callable[[], object]
+
+
+def wire_codings(gradient: Tensor) -> Iterator[Coding]:
+    """Those of the wire formats that make a flat gradient smaller."""
+    dtype = WIRE_DTYPES["bf16"]
+    if wire_dtype("bf16", gradient.dtype) == dtype:
+        yield Coding(
+            "bf16",
+            lambda: encode(gradient, dtype),
+            lambda: decode(gradient, dtype, 1),
+            lambda: decode(gradient, gradient.dtype, 1),
+        )
+
+
+def part_codings(gradient: Tensor) -> Iterator[Coding]:
+    """Those of the exchanges that send a part of a flat gradient."""
+    held = ErrorFeedback()
+    held.restore(torch.zeros_like(gradient))
+    average, count = torch.empty_like(gradient), topk_elements(gradient.numel(), TOPK_RATIO)
+    index = torch.arange(0, gradient.numel(), gradient.numel() // count)
+    values = gradient[index]
+
+    def choose() -> None:
+        chosen = largest(held.add(gradient), count)
+        torch.cat([held.take(chosen).view(torch.uint8), chosen.int().view(torch.uint8)])
+
+    def put_together() -> None:
+        average.zero_()
+        for _ in range(PEERS):
+            average.index_add_(0, index, values)
+
+    yield Coding("topk", choose, put_together, _nothing)
+    # What waits is added up, and its size is agreed on.
+    yield Coding("dropped", lambda: l1(held.add(gradient)) + l1(gradient), _nothing, _nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+def compression_rates(device: torch.device, dtype: torch.dtype) -> tuple[CompressionRate, ...]:
+    """The measured rates on a device, of gradients of a type."""
+    if not dtype.is_floating_point:
+        return ()
+    gradient = torch.randn(ELEMENTS, device=device).to(dtype)
+    return tuple(
+        CompressionRate(
+            exchange=coding.exchange,
+            seconds_per_byte=before / gradient.nbytes,
+            received_seconds_per_byte=max(after - plain, 0.0) / gradient.nbytes,
+        )
+        for coding in (*wire_codings(gradient), *part_codings(gradient))
+        for before, after, plain in [_medians(coding, device)]
+    )
+
+
+def _medians(coding: Coding, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of each part; they take turns, so that what disturbs one disturbs all."""
+    parts = (coding.before, coding.after, coding.plain)
+    rows = [[_timed(part, device) for part in parts] for _ in range(ROUNDS)]
+    before, after, plain = (median(column) for column in zip(*rows[1:], strict=True))
+    return before, after, plain
+
+
+def _timed(part: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    part()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def estimated_rates(dtype: torch.dtype, sheet: Datasheet) -> tuple[CompressionRate, ...]:
+    """The rates of a device that is not here, by what is done to a gradient: those of wire formats,
+    as what exchanges keep that send a part has to be measured."""
+    if not dtype.is_floating_point:
+        return ()
+    gradient = torch.empty(ELEMENTS, dtype=dtype, device="meta")
+    return tuple(
+        CompressionRate(
+            exchange=coding.exchange,
+            seconds_per_byte=_counted(coding.before, sheet) / gradient.nbytes,
+            received_seconds_per_byte=max(
+                _counted(coding.after, sheet) - _counted(coding.plain, sheet), 0.0
+            )
+            / gradient.nbytes,
+        )
+        for coding in wire_codings(gradient)
+    )
+
+
+def _counted(part: Callable[[], object], sheet: Datasheet) -> float:
+    log = OperationLog()
+    with log:
+        part()
+    return sum(seconds(operation, sheet) for operation in log.forward.get("", ()))
