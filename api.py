@@ -475,9 +475,10 @@ def auto_parallelize(
     ``dummy_inputs``. ``global_batch_size`` in samples (default: the example's on each rank).
     ``loss(output, target)`` is measured with the model where given. ``schedule`` says how gradients
     travel: ``barrier``, ``priority``, or ``auto`` for what is predicted quicker. ``time_limit_s``
-    bounds the search, ``timeout_s`` every later wait for another rank. ``lossy`` allows part of the
-    gradients to wait for later steps where communication would be waited for, as long as
-    ``min_fidelity`` (0.9, say) of their energy is sent at once, as measured. ``Lossy`` settings in
+    bounds the search, ``timeout_s`` every later wait for another rank. ``lossy`` allows
+    gradients to be rounded to bfloat16 to travel where communication would be waited for, and with
+    ``min_fidelity`` also part of them to wait for later steps, as long as that share (0.9, say) of
+    their energy is sent at once, as measured. ``Lossy`` settings in
     place of True say how, for a ready ``plan`` too. ``precision`` is how the model computes, as for
     ``profile``; the model's forward runs so from then on. Without it the autocast around this call
     is read, if there is one. The other arguments are ``Goal``'s; the

@@ -82,10 +82,18 @@ BackgroundLimit = Annotated[
     ),
 ]
 AllowLossy = Annotated[
-    bool, typer.Option("--allow-lossy", help="Allow part of the gradients to wait a step.")
+    bool,
+    typer.Option(
+        "--allow-lossy",
+        help="Allow gradients rounded to bfloat16 to travel; with --min-fidelity also exchanges "
+        "that leave part of them for later steps.",
+    ),
 ]
 MinFidelity = Annotated[
-    float | None, number("Least share of the gradient's energy sent, such as 0.9.", least=0, most=1)
+    float | None,
+    number(
+        "Least share of the gradients' energy that is sent at once, such as 0.9.", least=0, most=1
+    ),
 ]
 
 # -- what may be decided --------------------------------------------------------------------------

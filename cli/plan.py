@@ -144,11 +144,14 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
             f"a batch of {goal.batch} does not divide over {ranks} ranks: {more} of them take "
             f"{_samples(least + 1)} and the others {_samples(least)}, and every sample counts alike"
         )
-    if goal.allow_lossy and not any(unit.exchange in LOSSY for unit in made.units):
-        note(
-            "no unit sends its gradient in part: none was measured to keep enough "
-            f"({goal.min_fidelity:g} of the energy), or no exchange is exposed"
-        )
+    changed = any(unit.exchange in LOSSY or unit.wire != "exact" for unit in made.units)
+    if goal.allow_lossy and not changed:
+        what = "rounds its gradient"
+        why = "no exchange is exposed, or gradients have 16 bits already"
+        if goal.allows_parts:
+            what += " or sends it in part"
+            why = f"none was measured to keep {goal.min_fidelity:g} of the energy, or {why}"
+        note(f"no unit {what}: {why}")
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
     limit_s, step_s = goal.time_limit_s, made.prediction.step_s

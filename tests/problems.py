@@ -87,6 +87,7 @@ def _draw(rng):
         early_release=bool(rng.random() < 0.3),
         micro_batches=True,
         feedback=EVERYTHING.feedback if len(units) % 2 else ("residual",),
+        wire=EVERYTHING.wire if len(units) % 3 == 0 else ("exact",),
     )
     goal = Goal(
         batch=world * int(rng.choice([2, 4, 8])) + int(rng.choice([0, 0, 0, 1])),

@@ -132,6 +132,8 @@ def verify_on_ranks(
     workload = replace(workload, model=Taken(workload.model).model)
     workload = in_precision(workload, plan.precision)
     plan, notes = _over_the_whole_batch(plan, workload.model)
+    plan, exact = _sent_exactly(plan)
+    notes += exact
     notes += _without_dropout(workload.model)
     size = batch or min(plan.goal.batch, 4 * plan.world_size * plan.micro_batches)
     sizes, told = rank_zero_decides(lambda: _sizes(workload, size, plan))
@@ -302,6 +304,18 @@ def _over_the_whole_batch(plan: Plan, model: nn.Module) -> tuple[Plan, list[str]
         "no single process equals: compared with statistics of the whole batch"
     )
     return msgspec.structs.replace(plan, goal=goal), [note]
+
+
+def _sent_exactly(plan: Plan) -> tuple[Plan, list[str]]:
+    rounded = [unit for unit in plan.units if unit.wire != "exact"]
+    if not rounded:
+        return plan, []
+    units = tuple(msgspec.structs.replace(unit, wire="exact") for unit in plan.units)
+    note = (
+        f"the plan rounds the gradients of {len(rounded)} units to {rounded[0].wire} to travel, "
+        "which no single process does: compared with gradients that travel as they are"
+    )
+    return msgspec.structs.replace(plan, units=units), [note]
 
 
 def _without_dropout(model: nn.Module) -> list[str]:

@@ -94,10 +94,9 @@ def exchange_options(
     # Gradients that add up over micro-batches cannot go before the last of these.
     releases = capability.early_release and model.sliced and model.micro_batches == 1 and trained
     exchanged = base.layout.groups > 1 and trained
-    options = [base, *(_exchanges(model, k, base, capability) if exchanged else ())]
-    if exchanged:
-        options += _rounded(model, k, options, capability)
-    for option in options:
+    options = (base, *(_exchanges(model, k, base, capability) if exchanged else ()))
+    rounded = tuple(_rounded(model, k, options, capability)) if exchanged else ()
+    for option in (*options, *rounded):
         for early in (False, True) if releases and not option.shards else (False,):
             if capability.suits(base.layout, model.world_size, option.exchange, early):
                 yield option._replace(early_release=early)
