@@ -55,16 +55,18 @@ class FoundPlan(NamedTuple):
         return score_of(done.model, done.decisions, over, done.prediction.step_s)
 
 
-def search(problem: Problem, time_limit_s: float | None = None) -> FoundPlan:
+def search(
+    problem: Problem, time_limit_s: float | None = None, evaluations: int = EVALUATIONS
+) -> FoundPlan:
     """The best plan over all micro-batch counts: one that fits, if one was found, else the one
-    that is the least over its limit."""
+    that is the least over its limit. ``evaluations`` of plans are made at most for each count."""
     deadline = time.perf_counter() + (time_limit_s or float("inf"))
     counts = [m for m in sorted(set(problem.goal.micro_batches)) if problem.divides_into(m)]
     best: FoundPlan | None = None
     for i, micro_batches in enumerate(counts):
         problem.report(f"{micro_batches} micro-batches", i / len(counts))
         scored = _start(problem, micro_batches)
-        candidates = _candidates(scored, deadline, EVALUATIONS)
+        candidates = _candidates(scored, deadline, evaluations)
         # Data parallelism comes first: of plans that are equally good the simplest is kept.
         for decisions in dict.fromkeys([scored.space.start, *(c.decisions for c in candidates)]):
             found = _simulated(scored.model, decisions, problem)
