@@ -112,6 +112,7 @@ bench-sharded: $(VENV)/test.stamp
 
 bench-exchange: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/exchange.py
+	$(BIN)/python benchmarks/exchange.py --wire
 
 bench-burst: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/burst.py --markdown docs/results/burst.md

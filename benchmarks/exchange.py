@@ -6,21 +6,23 @@ Needs root. Builds a bed of hosts with a core each, starts a rank on every one w
 measures each model at bandwidths where plain communication takes ``ratio`` times the compute.
 Systems take turns in the same processes. With ``--keep`` rows are written to a file as they come,
 and those that it has are not measured again; with ``--markdown`` all of them are put between the
-page's marks. ``--ablation`` compares the four ways {first come first served, priority} × {whole
-gradients, slices} instead, with what the planner's simulation says. The last line is one JSON
-object: rows. An efficiency (bound / measured) above 1.02 means that the benchmark is wrong, and
+page's marks. ``--wire`` compares gradients in fewer bytes instead: DDP with its hooks, ours as
+bfloat16, with the loss after equal steps. ``--ablation`` compares the four ways {first come first
+served, priority} × {whole gradients, slices}, with what the planner's simulation says. The last
+line is one JSON object: rows. An efficiency (bound / measured) above 1.02 means that the benchmark is wrong, and
 fails it.
 """
 
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
+import wires
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.gradients.order import Orders, SendOrder
@@ -146,18 +148,24 @@ def one_row(
     if model is None:
         figures = ablated(measured, batch, asked)
     else:
-        figures = compared(measured, model, batch, asked)
+        row_of = wires.compared_wires if asked["wire"] else compared
+        figures = row_of(measured, model, batch, asked)
     links += [goodput(sent) for _ in range(2)]
     # What disturbs a measurement makes a link slower: the quickest gives a bound that holds.
     bytes_per_s = max(link.bytes_per_s for link in links)
-    bound_s = slowest(priority_bound(measured._replace(bytes_per_s=bytes_per_s).chain))
+    bound_s, half_s = (
+        slowest(priority_bound(measured._replace(bytes_per_s=times * bytes_per_s).chain))
+        for times in (1, 2)
+    )
     row = {
         "model": measured.name, "hosts": dist.get_world_size(), "ratio": ratio, "mbit_s": mbit_s,
         "batch": batch.size, "compute_s": measured.times.step_s,
         "goodput_mbit_s": 8e-6 * bytes_per_s, **figures, "bound_s": bound_s,
         "exchange_processor_s": sent * median(link.processor_s_per_byte for link in links),
     }  # fmt: skip
-    if model is not None:
+    if asked["wire"]:
+        row["bf16_bound_s"], row["efficiency"] = half_s, half_s / row["bf16_s"]
+    elif model is not None:
         row["efficiency"] = bound_s / row["priority_s"]
     return row
 
@@ -183,18 +191,24 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def page_of(rows: list[dict[str, Any]]) -> str:
-    """All rows, by model, with how many times as fast priority and the planner's choice are; and
-    what the targets make of those of two hosts."""
+    """All rows, by model, and what the targets make of those of two hosts."""
+    text, ordered = table_of(rows, COLUMNS)
+    two = [row for row in ordered if row["hosts"] == 2]
+    return f"{text}\n\n{verdict(two)}" if two else text
+
+
+def table_of(
+    rows: list[dict[str, Any]], columns: Sequence[str]
+) -> tuple[str, list[dict[str, Any]]]:
+    """All rows, by model, with how many times as fast one way is as another; and as data."""
     models = list(BATCHES)
     ordered = sorted(rows, key=lambda r: (r["hosts"], models.index(r["model"]), r["ratio"]))
-    pairs = {name: name.split(" / ") for name in COLUMNS if " / " in name}
+    pairs = {name: name.split(" / ") for name in columns if " / " in name}
     gains = [
         {name: f"{row[f'{a}_s'] / row[f'{b}_s']:.2f}" for name, (a, b) in pairs.items()}
         for row in ordered
     ]
-    text = markdown_of(map(operator.or_, ordered, gains), COLUMNS)
-    two = [row for row in ordered if row["hosts"] == 2]
-    return f"{text}\n\n{verdict(two)}" if two else text
+    return markdown_of(map(operator.or_, ordered, gains), columns), ordered
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
@@ -231,6 +245,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--ablation", action="store_true")
+    parser.add_argument("--wire", action="store_true", help="gradients in fewer bytes")
     parser.add_argument("--keep", type=Path, help="a file of rows (JSON lines), to go on from")
     parser.add_argument("--markdown", type=Path, help="puts the table into that page")
     asked = parser.parse_args()
@@ -243,13 +258,17 @@ def main() -> None:
         request = {
             "model": model, "batch": BATCHES[model], "ratios": ratios,
             "steps": asked.steps, "rounds": asked.rounds, "ablation": asked.ablation,
+            "wire": asked.wire,
         }  # fmt: skip
         for row in on_a_bed(__file__, request, asked.hosts) if ratios else ():
             rows.append(row)
             keep(asked.keep, row)
             print_row(row)
     if asked.markdown:
-        put_into(asked.markdown, "rows", page_of(rows))
+        if asked.wire:
+            put_into(asked.markdown, "wire rows", table_of(rows, wires.COLUMNS)[0])
+        else:
+            put_into(asked.markdown, "rows", page_of(rows))
     print_json({"rows": rows})
     # A row may be a little quicker by noise.
     wrong = [row for row in rows if row.get("efficiency", 0.0) > TOO_GOOD]

@@ -1,0 +1,117 @@
+"""Gradients that travel in fewer bytes: ours as bfloat16, and what DDP's hooks make of them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.comm.agreement import rank_zero_decides
+from meshwright.models.workload import Batch
+from meshwright.planner.schema.goal import make_goal
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.solve.request import problem_for
+from meshwright.planner.solve.solver import solve
+from meshwright.profiler.links import probe
+from systems import WARM_UP, Measured, System, by_ddp, medians
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+PROBE_S, PLAN_S = 4.0, 10.0
+BUCKETS_MB = (5, 25, 100)
+RANKS = (1, 2, 4)
+# One bucket: with several the hook's next collective is begun by whichever of gloo's threads ends
+# the last, in another order on each rank, and ranks wait for each other for ever (torch 2.13).
+ONE_BUCKET_MB = 10**6
+# The hook sends whole gradients in its first steps, at least so many.
+WHOLE_STEPS = 2
+COLUMNS = (
+    "model", "hosts", "batch", "ratio", "mbit_s", "compute_s", "ddp_best_s", "ddp_bf16_s",
+    "powersgd_s", "priority_s", "bf16_s", "plan_bf16_s", "bound_s", "bf16_bound_s",
+    "efficiency", "ddp_best / bf16", "ddp_bf16 / bf16", "ddp_best / plan_bf16",
+    "start_loss", "priority_loss", "ddp_bf16_loss", "powersgd_loss", "bf16_loss",
+)  # fmt: skip
+
+
+def _ddp(measured: Measured, bucket_mb: int, hook: Callable[..., Any] | None = None) -> System:
+    system = by_ddp(measured, bucket_mb)
+    if hook is not None:
+        assert isinstance(system.model, DistributedDataParallel)
+        # The public hook is refused unless the backend is NCCL; what it calls runs on gloo too.
+        system.model.register_comm_hook(None, hook)
+    return system
+
+
+def _as_bf16(group: Any, bucket: dist.GradBucket) -> Any:
+    return _compress_hook(torch.bfloat16, group, bucket)
+
+
+def _by_powersgd(measured: Measured, rank: int) -> System:
+    system = by_ddp(measured, ONE_BUCKET_MB)
+    assert isinstance(system.model, DistributedDataParallel)
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=WHOLE_STEPS)
+    system.model.register_comm_hook(state, powerSGD_hook)
+    return system
+
+
+def rounded(plan: Plan) -> Plan:
+    """The plan with all gradients rounded to travel."""
+    units = tuple(msgspec.structs.replace(unit, wire="bf16") for unit in plan.units)
+    return msgspec.structs.replace(plan, units=units)
+
+
+def compared_wires(
+    measured: Measured, model: ModelProfile, batch: Batch, asked: dict[str, Any]
+) -> dict[str, Any]:
+    """DDP whole, with its bfloat16 hook and with PowerSGD, the best of each, beside priority whole
+    and rounded, and the planner's choice where rounding is allowed: one row. Collective."""
+    systems = {f"ddp_{mb}": _ddp(measured, mb) for mb in BUCKETS_MB}
+    systems |= {f"ddp_bf16_{mb}": _ddp(measured, mb, _as_bf16) for mb in BUCKETS_MB}
+    systems |= {f"powersgd_{rank}": _by_powersgd(measured, rank) for rank in RANKS}
+    plan = measured.plan()
+    systems["priority"] = System(measured.workload(), plan=plan)
+    systems["bf16"] = System(measured.workload(), plan=rounded(plan))
+    cluster = probe(budget_s=PROBE_S)
+    goal = make_goal(batch.size * dist.get_world_size(), optimizer="momentum", allow_lossy=True)
+    chosen = rank_zero_decides(
+        lambda: solve(problem_for(model, cluster, goal, CAPABILITY), "auto", PLAN_S).checked()
+    )
+    systems["plan_bf16"] = System(measured.workload(), plan=chosen)
+    start_loss = _loss(systems["priority"], batch)
+    for system in systems.values():
+        system.turn(batch, WARM_UP)
+    turns = {key: partial(system.turn, batch, asked["steps"]) for key, system in systems.items()}
+    seconds = medians(turns, asked["rounds"])
+    losses = {key: _loss(system, batch) for key, system in systems.items()}
+
+    def best(*keys: str) -> str:
+        return min(keys, key=lambda key: seconds[key])
+
+    names = {
+        "ddp_best": best(*(f"ddp_{mb}" for mb in BUCKETS_MB)),
+        "ddp_bf16": best(*(f"ddp_bf16_{mb}" for mb in BUCKETS_MB)),
+        "powersgd": best(*(f"powersgd_{rank}" for rank in RANKS)),
+        **{key: key for key in ("priority", "bf16", "plan_bf16")},
+    }
+    return {
+        "start_loss": start_loss,
+        **{f"{name}_s": seconds[key] for name, key in names.items()},
+        **{f"{name}_loss": losses[key] for name, key in names.items()},
+        "plan_schedule": chosen.schedule,
+        "plan_rounded": sum(u.wire != "exact" for u in chosen.units),
+        "plan_divided": sum(u.layout.degree > 1 for u in chosen.units),
+        "powersgd_rank": names["powersgd"],
+    }  # fmt: skip
+
+
+def _loss(system: System, batch: Batch) -> float:
+    """The mean over all ranks' batches. Collective."""
+    with torch.no_grad():
+        found = system.workload.loss(system.model(*batch.args, **batch.kwargs), batch.target)
+    mean = found.detach().double().reshape(1)
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
