@@ -9,8 +9,8 @@ and those that it has are not measured again; with ``--markdown`` all of them ar
 page's marks. ``--wire`` compares gradients in fewer bytes instead: DDP with its hooks, ours as
 bfloat16, with the loss after equal steps. ``--ablation`` compares the four ways {first come first
 served, priority} × {whole gradients, slices}, with what the planner's simulation says. The last
-line is one JSON object: rows. An efficiency (bound / measured) above 1.02 means that the benchmark is wrong, and
-fails it.
+line is one JSON object: rows. An efficiency (bound / measured) above 1.02 means that the benchmark
+is wrong, and fails it.
 """
 
 import operator
