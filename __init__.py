@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import (
+        advise,
         auto_parallelize,
         calibrate,
         compare,
@@ -47,8 +48,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     ".api": (
-        "auto_parallelize calibrate compare describe_cluster explain front launch multiplex "
-        "plan probe profile sizes verify"
+        "advise auto_parallelize calibrate compare describe_cluster explain front launch "
+        "multiplex plan probe profile sizes verify"
     ),
     ".executor.launch.background": "Background",
     ".cli.demonstration": "demo",
@@ -83,6 +84,7 @@ __all__ = [
     "RunError",
     "RunReport",
     "Workload",
+    "advise",
     "auto_parallelize",
     "calibrate",
     "compare",

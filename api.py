@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import msgspec
 
 from .executor.capability import CAPABILITY
-from .planner.explain import calibration, why
+from .planner.explain import advice, calibration, why
 from .planner.explain import compare as comparing
 from .planner.explain import memory_timeline as timelines
 from .planner.explain import what_if as changes
+from .planner.explain.advice import Advice
 from .planner.explain.calibration import Calibration
 from .planner.explain.compare import Comparison
 from .planner.explain.front import Front, described_front
@@ -245,6 +246,25 @@ def sizes(
         raise InputError("no cluster sizes to plan for: name at least one, such as 8")
     problem = _problem(what, cluster, goal, precision, **how)
     return changes.sizes(problem, ranks, solver, time_limit_s)
+
+
+def advise(
+    what: str | Workload | ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    *,
+    precision: str | None = None,
+    solver: str = "auto",
+    time_limit_s: float | None = None,
+    **how: Unpack[PlanOptions],
+) -> Advice:
+    """What each way to train a model on a cluster is predicted to reach, the quickest first: one
+    device or one host by itself, plain data parallelism, the exact plan, gradients as bfloat16 or
+    in part, twice the batch, half of the hosts. ``goal`` is as for an exact plan; ``time_limit_s``
+    is for each way, the rest as in ``plan``."""
+    check_time_limit(time_limit_s)
+    problem = _problem(what, cluster, goal, precision, **how)
+    return advice.advise(expand_pins(problem), solver, time_limit_s)
 
 
 def front(

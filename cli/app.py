@@ -11,6 +11,7 @@ import typer
 
 from .. import __version__
 from ..planner.schema.errors import InputError, MemoryRunError, MeshwrightError
+from .advise import advise
 from .calibrate import calibrate
 from .launch import demo, launch, separate_script, verify
 from .measure import cluster, probe, profile
@@ -32,7 +33,8 @@ app = typer.Typer(
 )
 # In the order in which they are used: the help lists them so.
 for _verb in (
-    profile, probe, cluster, plan, explain, compare, multiplex, verify, launch, calibrate, demo,
+    profile, probe, cluster, advise, plan, explain, compare, multiplex, verify, launch, calibrate,
+    demo,
 ):  # fmt: skip
     app.command(_verb.__name__)(_verb)
 

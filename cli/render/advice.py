@@ -1,0 +1,67 @@
+"""The ways to train a model on a cluster, the quickest first, and one sentence on top of them."""
+
+from rich.table import Table
+
+from ...planner.explain.advice import Advice, Changes, Way
+from ...planner.schema.text import seconds
+from .table import empty_table
+
+CHANGES: dict[Changes, str] = {
+    "nothing": "nothing",
+    "rounding": "rounding of gradients",
+    "waiting": "which gradients wait",
+    "batch": "samples in a step",
+}
+
+
+def ways_table(found: Advice) -> Table:
+    """A line for each way; what ``plan`` has to be told besides is in the last column."""
+    table = empty_table(
+        f"Ways to train {found.target}, as predicted",
+        ("way", "changes in the training", "ranks", "samples/s", "step", "gain", "plan with"),
+        left=2,
+    )
+    table.columns[-1].justify = "left"
+    for way in found.ways:
+        table.add_row(way.name, CHANGES[way.changes], str(way.ranks), *_figures(way))
+    return table
+
+
+def _figures(way: Way) -> tuple[str, ...]:
+    options = " ".join(way.options)
+    if way.step_s is None or way.samples_per_s is None:
+        return "-", "-", "-", f"cannot be had: {way.why}"
+    rate = f"{way.samples_per_s:,.0f}" if way.samples_per_s >= 10 else f"{way.samples_per_s:.2g}"
+    gain = "" if way.gain is None else f"{way.gain:.2f}"
+    return rate, seconds(way.step_s), gain, options
+
+
+def advice_sentence(found: Advice) -> str:
+    """What binds plain data parallelism, and what the quickest way that changes nothing, and the
+    quickest of all, make of it."""
+    had = [way for way in found.ways if way.gain is not None]
+    exact = next((way for way in had if way.changes == "nothing"), None)
+    if exact is None:
+        return f"{_binds(found)} No way fits that changes nothing."
+    words = f"{_as_fast(exact)} as data parallelism and changes nothing"
+    best = had[0]
+    if best is not exact:
+        words += f", {_as_fast(best)} and changes the {CHANGES[best.changes]}"
+    return f"{_binds(found)} The {words}."
+
+
+def _binds(found: Advice) -> str:
+    ratio = found.exchange_ratio
+    if ratio > 1:
+        return (
+            "Your network binds: a step of data parallelism would communicate "
+            f"{ratio:.1f} times as long as it computes."
+        )
+    return (
+        "Computing binds: a step of data parallelism would communicate "
+        f"{ratio:.2f} times as long as it computes."
+    )
+
+
+def _as_fast(way: Way) -> str:
+    return f"{way.name} is {way.gain:.2f} times as fast"

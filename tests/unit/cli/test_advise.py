@@ -1,0 +1,40 @@
+"""``advise``: a table of ways and a sentence on top, as a file too."""
+
+from __future__ import annotations
+
+import json
+
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.record import load, save
+
+from .conftest import cluster_of
+
+
+def test_the_ways_are_a_table_a_sentence_and_a_file(
+    meshwright, profile_file, cluster_file, tmp_path
+):
+    base = (profile_file, "-c", cluster_file, "--batch", 256)
+    path = tmp_path / "advice.json"
+    done = meshwright("advise", *base, "-o", path)
+    assert done.code == 0, done.err
+    words = " ".join(done.out.split())
+    assert "Your network binds: a step of data parallelism would communicate" in words
+    assert "times as fast as data parallelism and changes nothing" in words
+    assert "rounding of gradients" in words
+    found = json.loads(path.read_text())
+    names = [way["name"] for way in found["ways"]]
+    assert "data parallel (DDP)" in names
+    rounded = next(way for way in found["ways"] if way["changes"] == "rounding")
+    plan = tmp_path / "plan.json"
+    assert meshwright("plan", *base, *rounded["options"], "-o", plan).code == 0
+    assert load(Plan, plan).prediction.step_s == rounded["step_s"]
+
+
+def test_a_fast_network_is_not_what_binds(meshwright, profile_file, tmp_path):
+    fast = tmp_path / "fast.json"
+    save(cluster_of(2, gbit_s=10_000), fast)
+    done = meshwright("advise", profile_file, "-c", fast, "--batch", 4096, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["ways"][0]["ranks"] == 2
+    words = " ".join(meshwright("advise", profile_file, "-c", fast, "--batch", 4096).out.split())
+    assert "Computing binds" in words
