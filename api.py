@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -547,6 +548,12 @@ def auto_parallelize(
         )
         ranks = dist.get_world_size()
         batch = samples * ranks if global_batch_size is None else global_batch_size
+        if batch < ranks and is_rank_zero():
+            warnings.warn(
+                f"a global batch of {batch} leaves {ranks - batch} of {ranks} ranks without "
+                f"samples: pass global_batch_size in samples of all ranks, at least {ranks}",
+                stacklevel=2,
+            )
         goal = together(
             lambda: make_goal(
                 batch,

@@ -205,7 +205,7 @@ def _gains(gains: Sequence[Gain], objective: str) -> Table:
             rows.append((gain.change, seconds(gain.before_s), then, "", known_by))
             continue
         share = gain.saved_s / gain.before_s if gain.before_s else 0.0
-        saved = f"{100 * share:.1f}%" if abs(share) >= NEGLIGIBLE else "nothing"
+        saved = f"{100 * share:.1f}%" if share >= NEGLIGIBLE else "nothing"
         times = seconds(gain.before_s), seconds(gain.after_s)
         rows.append((gain.change, *times, saved, gain.method))
     headings = ("", f"{what} now", "then", "saves", "known by")
