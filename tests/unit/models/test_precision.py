@@ -187,7 +187,7 @@ def test_scaled_gradients_are_used_whole():
     assert CAPABILITY.early_release
     assert not asked.capability.early_release
     lossy = Goal(batch=8, allow_lossy=True, min_fidelity=0.1)
-    with pytest.raises(InputError, match="leave --allow-lossy"):
+    with pytest.raises(InputError, match="leave --min-fidelity"):
         problem_for(found, cluster(2), lossy, CAPABILITY)
 
 
