@@ -46,7 +46,7 @@ def _ddp(measured: Measured, bucket_mb: int, hook: Callable[..., Any] | None = N
     return system
 
 
-def _as_bf16(group: Any, bucket: dist.GradBucket) -> Any:
+def _as_bf16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return _compress_hook(torch.bfloat16, group, bucket)
 
 
