@@ -10,7 +10,7 @@ from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
 from . import options
 from .output import check_out, deliver
-from .render.advice import advice_sentence, ways_table
+from .render.advice import advice_sentence, slow_sentences, ways_table
 
 
 def advise(
@@ -45,4 +45,5 @@ def advise(
             what, there, goal,
             precision=precision, solver=solver, time_limit_s=time_limit, progress=step,
         )  # fmt: skip
-    deliver(found, out_, json, ways_table(found), advice_sentence(found))
+    words = [advice_sentence(found), *slow_sentences(found)]
+    deliver(found, out_, json, ways_table(found), *words)

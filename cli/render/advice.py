@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from ...planner.explain.advice import Advice, Changes, Way
-from ...planner.schema.text import seconds
+from ...planner.schema.text import rate, seconds
 from .table import empty_table
 
 CHANGES: dict[Changes, str] = {
@@ -31,9 +31,9 @@ def _figures(way: Way) -> tuple[str, ...]:
     options = " ".join(way.options)
     if way.step_s is None or way.samples_per_s is None:
         return "-", "-", "-", f"cannot be had: {way.why}"
-    rate = f"{way.samples_per_s:,.0f}" if way.samples_per_s >= 10 else f"{way.samples_per_s:.2g}"
+    speed = f"{way.samples_per_s:,.0f}" if way.samples_per_s >= 10 else f"{way.samples_per_s:.2g}"
     gain = "" if way.gain is None else f"{way.gain:.2f}"
-    return rate, seconds(way.step_s), gain, options
+    return speed, seconds(way.step_s), gain, options
 
 
 def advice_sentence(found: Advice) -> str:
@@ -48,6 +48,15 @@ def advice_sentence(found: Advice) -> str:
     if best is not exact:
         words += f", {_as_fast(best)} and changes the {CHANGES[best.changes]}"
     return f"{_binds(found)} The {words}."
+
+
+def slow_sentences(found: Advice) -> list[str]:
+    """The hosts that hold the others up."""
+    return [
+        f"The links of {host.name} reach {rate(host.bytes_per_s)} where others reach "
+        f"{rate(host.others_bytes_per_s)}: look after them, or leave that host out."
+        for host in found.slow_hosts
+    ]
 
 
 def _binds(found: Advice) -> str:

@@ -10,18 +10,22 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from ..cost.budget import single_device_batch_s
 from ..cost.cost import CostModel
+from ..schema.cluster import Cluster
 from ..schema.goal import ROUNDED_FIDELITY, Goal
 from ..schema.plan import LOSSY, Plan
 from ..schema.precision import is_scaled
-from ..schema.record import Count, Record, Seconds
+from ..schema.record import Count, Positive, Record, Seconds
 from ..solve.evaluate import evaluation, excess, rank_memory
 from ..solve.heuristic.resize import resized, resized_problem
 from ..solve.problem import Problem
 from ..solve.solver import solve
 
+# A host is slow whose links reach less than this share of what hosts' links reach in the median.
+SLOW = 0.5
 # The share of the gradients' energy that the way with parts of them must send at once.
 PARTS_FIDELITY = 0.9
 
@@ -47,10 +51,19 @@ class Way(Record, frozen=True, kw_only=True):
     why: str = ""
 
 
+class SlowHost(Record, frozen=True, kw_only=True):
+    """A host whose fastest measured link, in the slower direction, is much slower than those of the
+    others, in their median ``others_bytes_per_s``."""
+
+    name: str
+    bytes_per_s: Positive
+    others_bytes_per_s: Positive
+
+
 class Advice(Record, frozen=True, kw_only=True):
     """The ways to train ``target``, the quickest first, those that cannot be had last.
     ``compute_s`` and ``exchange_s`` are what a step of plain data parallelism computes, and what
-    its gradients would take by themselves."""
+    its gradients would take by themselves. ``slow_hosts`` hold the others up."""
 
     target: str
     batch: Count
@@ -58,6 +71,7 @@ class Advice(Record, frozen=True, kw_only=True):
     compute_s: Seconds
     exchange_s: Seconds
     ways: tuple[Way, ...]
+    slow_hosts: tuple[SlowHost, ...] = ()
 
     @property
     def exchange_ratio(self) -> float:
@@ -85,7 +99,27 @@ def advise(problem: Problem, solver: str = "auto", time_limit_s: float | None = 
         compute_s=done.prediction.compute_s,
         exchange_s=done.prediction.exchange_s,
         ways=tuple(sorted(judged, key=lambda way: -(way.samples_per_s or 0.0))),
+        slow_hosts=slow_hosts(exact.cluster),
     )
+
+
+def slow_hosts(cluster: Cluster) -> tuple[SlowHost, ...]:
+    """The hosts that hold the others up, where links were measured host by host."""
+    if not cluster.pair_bytes_per_s:
+        return ()
+    rates, node = np.array(cluster.pair_bytes_per_s), np.array(cluster.node_of_rank)
+    crossing = np.where(node[:, None] != node, rates, 0.0)
+    # What a link between two hosts reaches is up to the slower of them: a host's fastest link is
+    # the one that tells of itself.
+    reached = np.minimum(crossing.max(axis=1), crossing.max(axis=0))
+    own = np.array([reached[node == i].max() for i in range(len(cluster.nodes))])
+    found = []
+    for i, host in enumerate(cluster.nodes):
+        others = float(np.median(np.delete(own, i))) if len(own) > 2 else 0.0
+        if own[i] < SLOW * others:
+            rate = float(own[i])
+            found.append(SlowHost(name=host.name, bytes_per_s=rate, others_bytes_per_s=others))
+    return tuple(found)
 
 
 def _data_parallel(model: CostModel) -> Way:

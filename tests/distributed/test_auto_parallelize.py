@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import meshwright as mw
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.comm.agreement import rank_zero_decides, together
 from meshwright.executor.parallel import run_of
+from meshwright.planner.schema.goal import ROUNDED_FIDELITY
 from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import LOSSY
 from meshwright.planner.schema.record import decode, encode, fingerprint, save
 from plans import plan as plan_by_hand
 from plans import unit
@@ -168,8 +171,9 @@ def allow_lossy_exchange(rank: int, cache: str) -> None:
     _, _, given = mw.auto_parallelize(model, sgd(model), plan=plan, lossy=mw.Lossy(patience=3))
     assert given == plan
     assert run_of(model).lossy == mw.Lossy(patience=3)
-    with pytest.raises(mw.InputError, match=r"min_fidelity=0\.9"):
-        mw.auto_parallelize(network(), example_inputs=(x[:4],), lossy=True)
+    _, _, rounded = mw.auto_parallelize(network(), example_inputs=(x[:4],), lossy=True)
+    assert rounded.goal.min_fidelity == ROUNDED_FIDELITY
+    assert not any(unit.exchange in LOSSY for unit in rounded.units)
     with pytest.raises(mw.InputError, match="allow_lossy=True"):
         mw.auto_parallelize(network(), example_inputs=(x[:4],), min_fidelity=0.5)
 
@@ -177,6 +181,20 @@ def allow_lossy_exchange(rank: int, cache: str) -> None:
 @pytest.mark.slow
 def test_lossy_exchange_is_allowed_or_not(ranks, tmp_path):
     ranks(2)(allow_lossy_exchange, str(tmp_path), limit_s=LIMIT_S)
+
+
+def plan_for_too_few_samples(rank: int, cache: str) -> list[str]:
+    os.environ["MESHWRIGHT_CACHE"] = cache
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mw.auto_parallelize(network(), example_inputs=(samples(4)[0],), global_batch_size=1)
+    return [str(w.message) for w in caught if "global batch" in str(w.message)]
+
+
+def test_a_global_batch_that_leaves_ranks_without_samples_is_told(ranks, tmp_path):
+    (told,), others = ranks(2)(plan_for_too_few_samples, str(tmp_path), limit_s=LIMIT_S)
+    assert "a global batch of 1 leaves 1 of 2 ranks without samples" in told
+    assert others == []
 
 
 def train_one_layer(rank: int) -> tuple[torch.Tensor, torch.Tensor]:

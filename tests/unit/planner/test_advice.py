@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from meshwright.planner.explain.advice import advise
+from meshwright.planner.explain.advice import advise, slow_hosts
 from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.goal import Goal, make_goal
 from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
@@ -120,3 +120,29 @@ def test_a_host_of_several_devices_by_itself():
     assert ways["one host"].ranks == 2
     assert ways["one host"].step_s < ways["exact plan"].step_s
     assert "half of the hosts" not in ways
+
+
+def measured_pairs(own, back=None):
+    """A cluster of hosts with one device each, whose links reach what the slower end allows."""
+    back = back or own
+    pairs = tuple(
+        tuple(0.0 if i == j else float(min(own[i], back[j])) for j in range(len(own)))
+        for i in range(len(own))
+    )
+    return msgspec.structs.replace(cluster(len(own)), pair_bytes_per_s=pairs)
+
+
+def test_a_host_with_slow_links_is_named():
+    (found,) = slow_hosts(measured_pairs([9e7, 9e6, 9e7, 8e7]))
+    assert found.name == cluster(4).nodes[1].name
+    assert found.bytes_per_s == 9e6
+    assert found.others_bytes_per_s == 9e7
+    # One that is slow in one direction only holds the others up too.
+    (found,) = slow_hosts(measured_pairs([9e7, 9e7, 9e7], [9e7, 9e7, 1e7]))
+    assert found.name == cluster(3).nodes[2].name
+
+
+def test_hosts_that_are_about_alike_are_not_named():
+    assert slow_hosts(measured_pairs([9e7, 5e7, 6e7, 8e7])) == ()
+    assert slow_hosts(measured_pairs([9e7, 1e6])) == ()  # which of two it is nobody can tell
+    assert slow_hosts(cluster(4)) == ()
