@@ -33,7 +33,7 @@ from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError
 from .planner.schema.goal import Goal, make_goal
 from .planner.schema.pins import EARLY_RELEASE
-from .planner.schema.plan import Plan
+from .planner.schema.plan import LOSSY, Plan
 from .planner.schema.precision import check_precision
 from .planner.schema.profile import ModelProfile
 from .planner.schema.record import write_whole
@@ -408,7 +408,7 @@ def verify(
 
     check_plan(plan, plan.world_size)
     # Steps under a lossy exchange are other steps, not wrong ones: no comparison could tell.
-    lossy = [unit for unit in plan.units if unit.exchange in ("dropped", "topk")]
+    lossy = [unit for unit in plan.units if unit.exchange in LOSSY]
     if lossy:
         raise InputError(
             f"unit {lossy[0].name!r} leaves part of its gradient for later steps "

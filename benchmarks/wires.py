@@ -10,6 +10,7 @@ import torch.distributed as dist
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.models.workload import Batch
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.goal import make_goal
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
@@ -31,9 +32,10 @@ ONE_BUCKET_MB = 10**6
 WHOLE_STEPS = 2
 COLUMNS = (
     "model", "hosts", "batch", "ratio", "mbit_s", "compute_s", "ddp_best_s", "ddp_bf16_s",
-    "powersgd_s", "priority_s", "bf16_s", "plan_bf16_s", "bound_s", "bf16_bound_s",
-    "efficiency", "ddp_best / bf16", "ddp_bf16 / bf16", "ddp_best / plan_bf16",
-    "start_loss", "priority_loss", "ddp_bf16_loss", "powersgd_loss", "bf16_loss",
+    "powersgd_s", "priority_s", "bf16_s", "int8_s", "plan_bf16_s", "bound_s", "bf16_bound_s",
+    "efficiency", "ddp_best / bf16", "ddp_bf16 / bf16", "ddp_best / int8",
+    "ddp_best / plan_bf16",
+    "start_loss", "priority_loss", "ddp_bf16_loss", "powersgd_loss", "bf16_loss", "int8_loss",
 )  # fmt: skip
 
 
@@ -75,6 +77,7 @@ def compared_wires(
     plan = measured.plan()
     systems["priority"] = System(measured.workload(), plan=plan)
     systems["bf16"] = System(measured.workload(), plan=rounded(plan))
+    systems["int8"] = System(measured.workload(), plan=with_exchange(plan, "int8"))
     cluster = probe(budget_s=PROBE_S)
     goal = make_goal(batch.size * dist.get_world_size(), optimizer="momentum", allow_lossy=True)
     chosen = rank_zero_decides(
@@ -95,7 +98,7 @@ def compared_wires(
         "ddp_best": best(*(f"ddp_{mb}" for mb in BUCKETS_MB)),
         "ddp_bf16": best(*(f"ddp_bf16_{mb}" for mb in BUCKETS_MB)),
         "powersgd": best(*(f"powersgd_{rank}" for rank in RANKS)),
-        **{key: key for key in ("priority", "bf16", "plan_bf16")},
+        **{key: key for key in ("priority", "bf16", "int8", "plan_bf16")},
     }
     return {
         "start_loss": start_loss,

@@ -9,7 +9,7 @@ from ..planner.schema.capability import Capability
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep", "recompute", "offload"),
-    exchange=("dense", "sharded", "fully_sharded", "dropped", "topk"),
+    exchange=("dense", "sharded", "fully_sharded", "dropped", "topk", "int8"),
     idle_positions=True,
     branches=True,
     early_release=True,

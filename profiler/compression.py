@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..executor.gradients.feedback import ErrorFeedback, l1
+from ..executor.gradients.int8 import add_up, pack
 from ..executor.gradients.topk import largest, topk_elements
 from ..executor.gradients.wire import WIRE_DTYPES, decode, encode, wire_dtype
 from ..planner.schema.profile import CompressionRate
@@ -32,7 +33,7 @@ class Coding(NamedTuple):
     """What is done to a gradient before it is sent, and when it has come; ``plain`` is what a dense
     exchange does then."""
 
-    exchange: Literal["dropped", "topk", "bf16"]
+    exchange: Literal["dropped", "topk", "int8", "bf16"]
     before: Callable[[], object]
     after: Callable[[], object]
     plain: Callable[[], object]
@@ -70,6 +71,14 @@ def part_codings(gradient: Tensor) -> Iterator[Coding]:
     yield Coding("topk", choose, put_together, _nothing)
     # What waits is added up, and its size is agreed on.
     yield Coding("dropped", lambda: l1(held.add(gradient)) + l1(gradient), _nothing, _nothing)
+    rounded, residual = gradient.clone(), torch.zeros_like(gradient)
+    message = pack(gradient.clone(), torch.zeros_like(gradient))
+    yield Coding(
+        "int8",
+        lambda: pack(rounded, residual),
+        lambda: add_up([message] * PEERS, average),
+        _nothing,
+    )
 
 
 def _nothing() -> None:

@@ -11,16 +11,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..executor.gradients.int8 import dequantize, quantize
 from ..models.workload import Batch, Workload
 from ..planner.schema.profile import FidelityProfile
 
-LossyExchange = Literal["dropped", "topk"]
+LossyExchange = Literal["dropped", "topk", "int8"]
 STEPS = 4
 # Ratios at which each lossy exchange is measured.
 RATIOS: dict[LossyExchange, tuple[float, ...]] = {
     # A parameter is sent every fourth or second step.
     "dropped": (0.25, 0.5),
     "topk": (0.01, 0.05, 0.1, 0.25),
+    # All of its elements, rounded.
+    "int8": (1.0,),
 }
 # So many elements of a parameter are looked at; a share of 1% of them is 655.
 SAMPLED = 65_536
@@ -66,15 +69,25 @@ class Fidelity:
         """Counts what the exchange sends of a gradient and of what it left behind so far."""
         key = exchange, name, ratio
         whole = gradient + self._left[key] if key in self._left else gradient.clone()
+        if exchange == "int8":
+            left = whole - dequantize(quantize(whole), whole.dtype)
+            self._count(key, whole, _energy(whole) - _energy(left), left)
+            return
         if exchange == "topk":
             sent = whole.abs().topk(max(1, round(ratio * whole.numel()))).indices
         else:
             leaves = self._steps % round(1 / ratio) == 0
             sent = torch.arange(whole.numel() if leaves else 0, device=whole.device)
+        left = whole.clone()
+        left[sent] = 0.0
+        self._count(key, whole, _energy(whole[sent]), left)
+
+    def _count(
+        self, key: tuple[str, str, float], whole: Tensor, sent_energy: float, left: Tensor
+    ) -> None:
         self._whole[key] = self._whole.get(key, 0.0) + _energy(whole)
-        self._sent[key] = self._sent.get(key, 0.0) + _energy(whole[sent])
-        whole[sent] = 0.0
-        self._left[key] = whole
+        self._sent[key] = self._sent.get(key, 0.0) + sent_energy
+        self._left[key] = left
 
     def energy(self, names: Iterable[str]) -> float:
         """The mean squared norm of those parameters' gradients."""

@@ -54,6 +54,7 @@ from .dropping import DroppedGradGroup, Dropping
 from .feedback import Lossy, hand_over
 from .flat_shard import ShardedGradient
 from .fully_sharded import FullyShardedGradGroup
+from .int8 import Int8GradGroup
 from .order import Orders, SendOrder
 from .pending import WaitingGradient, vacating, weakly
 from .release import Release
@@ -68,6 +69,7 @@ GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
     "fully_sharded": FullyShardedGradGroup,
     "dropped": DroppedGradGroup,
     "topk": TopkGradGroup,
+    "int8": Int8GradGroup,
 }
 """Which class carries out an exchange policy: the place to add one."""
 

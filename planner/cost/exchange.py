@@ -15,6 +15,11 @@ from .structure import Structure
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 WIRE_BYTES: dict[WireFormat, int] = {"bf16": 2}
+# In eight bits each run of so many elements is scaled by its largest, a float32 that goes along.
+INT8_BLOCK = 256
+INT8_BYTES = 1 + 4 / INT8_BLOCK
+# What travels so that every rank gets what each of the others has sent.
+GATHERED: tuple[ExchangePolicy, ...] = ("topk", "int8")
 # The number that says where a chosen gradient element belongs is an int32. A parameter with more
 # elements than that can number is sent whole.
 NUMBER_BYTES = 4
@@ -125,13 +130,16 @@ class Exchanges(Structure):
 
     def payload_bytes(self, option: Option, trained_bytes: int) -> int:
         """Bytes that a member has of the tensor exchanged: its gradient, the part that is not
-        dropped, or the values and numbers (four bytes each) that all groups chose."""
+        dropped, the values and numbers (four bytes each) that all groups chose, or all groups'
+        gradients in eight bits."""
         groups = option.layout.groups
         if groups == 1:
             return 0
         if option.exchange == "topk":
             element = ELEMENT_BYTES.get(self.profile.dtype, 4)
             return ceil(groups * option.ratio * trained_bytes * (1 + NUMBER_BYTES / element))
+        if option.exchange == "int8":
+            return ceil(groups * trained_bytes * self.int8_share)
         # Of a rounded gradient too it is its own bytes, by which messages are cut.
         return ceil(option.ratio * trained_bytes) if option.lossy else trained_bytes
 
@@ -147,7 +155,7 @@ class Exchanges(Structure):
     def _exchange(self, option: Option, payload_bytes: float) -> OnLink:
         ring = self.ring(option.layout, "peers")
         link, part = LINKS.index(ring.level), ring_steps("all_gather", ring.ranks) / ring.ranks
-        if option.exchange == "topk":
+        if option.exchange in GATHERED:
             seconds = collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, part * payload_bytes)
         sent_bytes = payload_bytes * self.wire_share(option)
@@ -158,6 +166,11 @@ class Exchanges(Structure):
             return OnLink(seconds, link, part * (sent_bytes + gathers * payload_bytes))
         seconds = collective_s(self.fabric, ring, "all_reduce", sent_bytes)
         return OnLink(seconds, link, ring_steps("all_reduce", ring.ranks) / ring.ranks * sent_bytes)
+
+    @property
+    def int8_share(self) -> float:
+        """The bytes of a message in eight bits for each of the gradient's."""
+        return INT8_BYTES / ELEMENT_BYTES.get(self.profile.dtype, 4)
 
     def wire_share(self, option: Option) -> float:
         """The bytes of a gradient that travel for each of its own."""

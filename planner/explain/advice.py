@@ -5,9 +5,9 @@ Each way is planned as ``plan`` would plan it with the options that stand beside
 extrapolated. What a way changes in the training is said, and left to the user.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +16,8 @@ from ..cost.budget import single_device_batch_s
 from ..cost.cost import CostModel
 from ..schema.cluster import Cluster
 from ..schema.goal import ROUNDED_FIDELITY, Goal
-from ..schema.plan import LOSSY, Plan
+from ..schema.pins import without
+from ..schema.plan import ExchangePolicy, UnitPlan
 from ..schema.precision import is_scaled
 from ..schema.record import Count, Positive, Record, Seconds
 from ..solve.evaluate import evaluation, excess, rank_memory
@@ -26,8 +27,10 @@ from ..solve.solver import solve
 
 # A host is slow whose links reach less than this share of what hosts' links reach in the median.
 SLOW = 0.5
-# The share of the gradients' energy that the way with parts of them must send at once.
-PARTS_FIDELITY = 0.9
+# The share of the gradients' energy that the ways must send at once: with parts of them (of these
+# exchanges), and in eight bits.
+PARTS_FIDELITY, EIGHT_BITS_FIDELITY = 0.9, 0.99
+PARTS: tuple[ExchangePolicy, ...] = ("dropped", "topk")
 
 Changes = Literal["nothing", "rounding", "waiting", "batch"]
 """What a way changes in the training: nothing; the rounding of gradients; that part of them waits
@@ -87,9 +90,9 @@ def advise(problem: Problem, solver: str = "auto", time_limit_s: float | None = 
     plain = CostModel(exact.profile, exact.cluster, goal)
     done = evaluation(plain, plain.baseline)
     ways = [_data_parallel(plain), *_by_fewer(exact, solver, time_limit_s)]
-    for name, changes, options, asked in _planned(exact):
-        problem.report(name, len(ways) / 8)
-        ways.append(_way(name, changes, options, asked, solver, time_limit_s))
+    for asked in _planned(exact):
+        problem.report(asked.name, len(ways) / 9)
+        ways.append(_way(asked, solver, time_limit_s))
     base = goal.batch / done.prediction.step_s if done.prediction.step_s else 0.0
     judged = [_with_gain(way, base) for way in ways]
     return Advice(
@@ -151,56 +154,70 @@ def _by_fewer(problem: Problem, solver: str, time_limit_s: float | None) -> Iter
     sizes |= {"half of the hosts": own * (hosts // 2)} if hosts > 3 else {}
     for name, ranks in sizes.items():
         fewer = resized_problem(replace(problem, goal=_unpinned(goal)), ranks)
-        yield _way(name, "nothing", ("--ranks", str(ranks)), fewer, solver, time_limit_s)
+        yield _way(_Asked(name, "nothing", ("--ranks", str(ranks)), fewer), solver, time_limit_s)
 
 
-def _planned(exact: Problem) -> Iterator[tuple[str, Changes, tuple[str, ...], Problem]]:
+class _Asked(NamedTuple):
+    """A way that is to be planned. ``used`` says whether a unit does what the way is about."""
+
+    name: str
+    changes: Changes
+    options: tuple[str, ...]
+    problem: Problem
+    used: Callable[[UnitPlan], bool] = lambda unit: True
+
+
+def _planned(exact: Problem) -> Iterator[_Asked]:
     """The ways that use the whole cluster."""
 
-    def asked(**changed: Any) -> Problem:
-        return replace(exact, goal=msgspec.structs.replace(exact.goal, **changed))
+    def asked(forbidden: tuple[str, ...] = (), **changed: Any) -> Problem:
+        goal = msgspec.structs.replace(exact.goal, **changed)
+        return replace(exact, goal=goal, capability=without(exact.capability, forbidden))
 
-    yield "exact plan", "nothing", (), exact
+    yield _Asked("exact plan", "nothing", (), exact)
     rounded = asked(allow_lossy=True, min_fidelity=ROUNDED_FIDELITY)
-    yield "plan with bfloat16 gradients", "rounding", ("--allow-lossy",), rounded
-    measured = any(unit.fidelity for unit in exact.profile.units)
+    yield _Asked(
+        "plan with bfloat16 gradients", "rounding", ("--allow-lossy",), rounded,
+        lambda unit: unit.wire != "exact",
+    )  # fmt: skip
+    measured = {curve.exchange for unit in exact.profile.units for curve in unit.fidelity}
     if measured and not is_scaled(exact.profile.precision):
+        if "int8" in measured:
+            eight = asked(PARTS, allow_lossy=True, min_fidelity=EIGHT_BITS_FIDELITY)
+            yield _Asked(
+                "plan with int8 gradients", "rounding",
+                (*_allowing(EIGHT_BITS_FIDELITY), *(f"--forbid={name}" for name in PARTS)), eight,
+                lambda unit: unit.exchange == "int8",
+            )  # fmt: skip
         parts = asked(allow_lossy=True, min_fidelity=PARTS_FIDELITY)
-        allowing = ("--allow-lossy", "--min-fidelity", f"{PARTS_FIDELITY:g}")
-        yield "plan with gradients in part", "waiting", allowing, parts
+        yield _Asked(
+            "plan with gradients in part", "waiting", _allowing(PARTS_FIDELITY), parts,
+            lambda unit: unit.exchange in PARTS,
+        )  # fmt: skip
     batch, allowed = 2 * exact.goal.batch, exact.goal.micro_batches
     counts = tuple(dict.fromkeys((*allowed, *(2 * count for count in allowed))))
     options = ("--batch", str(batch), "--micro-batches", ",".join(map(str, counts)))
     twice = asked(batch=batch, micro_batches=counts)
-    yield "plan for twice the batch", "batch", options, twice
+    yield _Asked("plan for twice the batch", "batch", options, twice)
 
 
-def _way(
-    name: str,
-    changes: Changes,
-    options: tuple[str, ...],
-    asked: Problem,
-    solver: str,
-    time_limit_s: float | None,
-) -> Way:
-    found = solve(replace(asked, progress=None), solver, time_limit_s)
+def _allowing(fidelity: float) -> tuple[str, ...]:
+    return "--allow-lossy", "--min-fidelity", f"{fidelity:g}"
+
+
+def _way(asked: _Asked, solver: str, time_limit_s: float | None) -> Way:
+    problem = asked.problem
+    found = solve(replace(problem, progress=None), solver, time_limit_s)
     way = Way(
-        name=name, changes=changes, options=options,
-        ranks=asked.cluster.world_size, batch=asked.goal.batch,
+        name=asked.name, changes=asked.changes, options=asked.options,
+        ranks=problem.cluster.world_size, batch=problem.goal.batch,
     )  # fmt: skip
     if found.plan is None:
         why = found.infeasible.sentence if found.infeasible else found.reason
         return msgspec.structs.replace(way, why=why or "no plan fits")
-    if changes in ("rounding", "waiting") and not _changed(found.plan, changes):
+    if not any(map(asked.used, found.plan.units)):
         return msgspec.structs.replace(way, why="no unit gains by it")
-    return msgspec.structs.replace(way, **_figures(asked.goal, found.plan.prediction.step_s))
-
-
-def _changed(plan: Plan, changes: Changes) -> bool:
-    """Whether the plan does what was allowed."""
-    if changes == "waiting":
-        return any(unit.exchange in LOSSY for unit in plan.units)
-    return any(unit.wire != "exact" for unit in plan.units)
+    return msgspec.structs.replace(way, **_figures(problem.goal, found.plan.prediction.step_s))
 
 
 def _with_gain(way: Way, base: float) -> Way:

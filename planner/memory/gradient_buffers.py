@@ -10,11 +10,14 @@ of its own. Per parameter, with P its shard's bytes and G peers:
               by the same share, and what is sent leaves a part of the gradient's place free
     top-k     what all peers send: G · ratio · P with indices, and one's own message; the ratio
               is largest at the beginning, while top-k warms up
+    int8      what all peers send and one's own message, a little more than a quarter of P each
+              where elements have 32 bits
     dropped   nothing besides what dense has
 
 With buckets instead of slices gradients are views of the buckets (``UnitBytes.phases.bucketed``).
 
-Top-k keeps what it has not sent. For P bytes of a unit's trained parameters (a member's):
+What rounding to eight bits leaves is kept beside the gradients: P always. Top-k keeps what it has
+not sent. For P bytes of a unit's trained parameters (a member's):
 
     residual      P always, beside gradients that live as those of a dense exchange do
     in_place      P always, which is the gradients' own memory; and while the unit's update is at
@@ -50,6 +53,8 @@ def comm_buffer_bytes(model: CostModel, k: int, option: Option) -> float:
     sizes = [shard_bytes(unit, option.style, layout.degree, (p,)) for p in trained]
     if option.exchange == "topk":
         return (layout.groups + 1) * _message_bytes(model, option, sum(sizes))
+    if option.exchange == "int8":
+        return (layout.groups + 1) * model.int8_share * sum(sizes)
     if option.exchange != "sharded":
         return float(sum(s for s in sizes if packed(s, model.message_bytes)))
     # What is received, less what the part that is sent leaves of the gradient's place.
@@ -104,6 +109,8 @@ def feedback_bytes(
     # Gradients of micro-batches add up in what is kept, or in the velocity: no copies of their own.
     if option.exchange == "dropped":
         return FeedbackBytes(trained_bytes, 0.0, trained_bytes, trained_bytes)
+    if option.exchange == "int8":
+        return FeedbackBytes(trained_bytes, trained_bytes, 0.0, 0.0)
     if option.exchange != "topk":
         return FeedbackBytes(0.0, trained_bytes, 0.0, 0.0)
     if option.feedback == "residual":

@@ -9,10 +9,10 @@ from .profile import UnitKind, check_batch_dims
 from .record import Bytes, Count, Document, Index, Record, Seconds
 
 MemoryPolicy = Literal["keep", "recompute", "offload"]
-ExchangePolicy = Literal["dense", "sharded", "fully_sharded", "dropped", "topk"]
+ExchangePolicy = Literal["dense", "sharded", "fully_sharded", "dropped", "topk", "int8"]
 SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
 """Each rank updates its part of a parameter; the second keeps nothing but that between uses."""
-LOSSY: tuple[ExchangePolicy, ...] = ("dropped", "topk")
+LOSSY: tuple[ExchangePolicy, ...] = ("dropped", "topk", "int8")
 """A part of the gradient waits for a later step."""
 WireFormat = Literal["exact", "bf16"]
 """As what gradients that are sent whole travel: in their own type, or rounded to bfloat16."""

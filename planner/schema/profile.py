@@ -95,7 +95,7 @@ class FidelityProfile(Record, frozen=True, kw_only=True):
     be planned at these ratios only.
     """
 
-    exchange: Literal["dropped", "topk"]
+    exchange: Literal["dropped", "topk", "int8"]
     ratios: tuple[Share, ...]
     kept: tuple[Share, ...]
 
@@ -240,7 +240,7 @@ class CompressionRate(Record, frozen=True, kw_only=True):
     """Seconds that an exchange or a wire format takes for each byte of gradients: to choose, round
     and pack what it sends, and (``received``) to make gradients of what has come."""
 
-    exchange: Literal["dropped", "topk", "bf16"]
+    exchange: Literal["dropped", "topk", "int8", "bf16"]
     seconds_per_byte: Seconds
     received_seconds_per_byte: Seconds = 0.0
 

@@ -146,3 +146,17 @@ def test_hosts_that_are_about_alike_are_not_named():
     assert slow_hosts(measured_pairs([9e7, 5e7, 6e7, 8e7])) == ()
     assert slow_hosts(measured_pairs([9e7, 1e6])) == ()  # which of two it is nobody can tell
     assert slow_hosts(cluster(4)) == ()
+
+
+def test_eight_bits_are_a_way_of_their_own():
+    curve = FidelityProfile(exchange="int8", ratios=(1.0,), kept=(0.9999,))
+    profile = profile_of()
+    units = tuple(msgspec.structs.replace(u, fidelity=(*u.fidelity, curve)) for u in profile.units)
+    profile = msgspec.structs.replace(profile, units=units)
+    able = msgspec.structs.replace(CAPABILITY, exchange=(*CAPABILITY.exchange, "int8"))
+    problem = problem_for(profile, cluster(2, inter=1e8), Goal(batch=64), able)
+    ways = by_name(advise(problem, "heuristic"))
+    assert ways["plan with int8 gradients"].options == (
+        "--allow-lossy", "--min-fidelity", "0.99", "--forbid=dropped", "--forbid=topk",
+    )  # fmt: skip
+    assert ways["plan with int8 gradients"].gain > ways["plan with bfloat16 gradients"].gain

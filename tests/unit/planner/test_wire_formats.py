@@ -147,3 +147,50 @@ def test_an_unusable_fidelity_says_what_to_do():
     with pytest.raises(InputError, match="leave --min-fidelity"):
         make_goal(8, allow_lossy=True, min_fidelity=1.0)
     assert make_goal(8, allow_lossy=True).min_fidelity == ROUNDED_FIDELITY
+
+
+# -- eight bits ------------------------------------------------------------------------------------
+
+EIGHT = HOME._replace(exchange="int8")
+
+
+def eight_bits(fidelity=0.9999, **goal):
+    curve = FidelityProfile(exchange="int8", ratios=(1.0,), kept=(fidelity,))
+    profile = profile_of()
+    units = tuple(msgspec.structs.replace(u, fidelity=(curve,)) for u in profile.units)
+    rate = CompressionRate(exchange="int8", seconds_per_byte=3e-10, received_seconds_per_byte=2e-10)
+    profile = msgspec.structs.replace(profile, units=units, compression=(rate,))
+    asked = Goal(batch=32, optimizer="adam", **{"allow_lossy": True, "min_fidelity": 0.99, **goal})
+    return CostModel(profile, cluster(4), asked, message_bytes=4096, sliced=True)
+
+
+def test_all_ranks_get_what_each_sends_in_eight_bits():
+    model = eight_bits()
+    cost = model.unit(1, EIGHT)
+    each = SIZE / 4 * (1 + 4 / 256)
+    assert cost.gradient_bytes == 4 * each
+    assert cost.exchange.sent_bytes == pytest.approx(3 * each)
+    assert cost.backward_s == pytest.approx(model.unit(1, HOME).backward_s + SIZE * 3e-10)
+    assert cost.update_s == pytest.approx(model.unit(1, HOME).update_s + SIZE * 2e-10)
+
+
+def test_what_rounding_leaves_and_messages_take_memory():
+    def held(option):
+        found = MemoryModel(eight_bits()).unit(1, option, 8).column
+        return dict(zip(UNIT_FIELDS, found, strict=True))
+
+    exact, short = held(HOME), held(EIGHT)
+    assert short["residual"] - exact["residual"] == SIZE
+    assert short["comm_buffers"] == pytest.approx(5 * SIZE / 4 * (1 + 4 / 256))
+    assert short["gradients"] == exact["gradients"]
+
+
+def test_eight_bits_are_offered_where_they_keep_enough():
+    def offered(model):
+        return {o.exchange for o in unit_options(model, 1, EVERYTHING)}
+
+    assert "int8" in offered(eight_bits())
+    assert "int8" not in offered(eight_bits(fidelity=0.9))
+    assert "int8" not in offered(eight_bits(min_fidelity=ROUNDED_FIDELITY))
+    unrounded = [o for o in unit_options(eight_bits(), 1, EVERYTHING) if o.exchange == "int8"]
+    assert {o.wire for o in unrounded} == {"exact"}

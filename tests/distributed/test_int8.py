@@ -1,0 +1,182 @@
+"""Exchange in eight bits: ranks apply what they have sent, and the rest is kept for later."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from meshwright.executor.apply import apply
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.gradients.int8 import dequantize, quantize
+from meshwright.executor.parallel import (
+    exchange_state_dict,
+    full_state_dict,
+    load_exchange_state_dict,
+    run_of,
+)
+from meshwright.planner.explain.compare import with_exchange
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import Plan
+from plans import plan, unit
+from reference import twin
+from test_sharded import NAMES, OPTIMIZERS, Net, counts_of, data, loss_of, part, same_everywhere
+from test_wire import floats, whole
+from torch import Tensor, nn
+
+from tests.sampling import sampled
+
+
+def in_eight_bits(world: int, *, hybrid: bool = False, message_bytes: int = 2**20) -> Plan:
+    styles = {"wide": "column", "back": "row"} if hybrid else {}
+    units = [
+        unit(name, 2 if name in styles else 1, styles.get(name, "none"), world) for name in NAMES
+    ]
+    return with_exchange(plan(world, units, message_bytes=message_bytes), "int8")
+
+
+def sends_rounded_sums(rank: int) -> None:
+    """Bit for bit what one process makes of both ranks' gradients, over several backwards."""
+    model = Net()
+    alone = twin(model)
+    apply(model, OPTIMIZERS["sgd"](model.parameters()), in_eight_bits(2), timeout_s=20)
+    left = {n: torch.zeros_like(p) for n, p in alone.named_parameters()}
+    for seed in range(4):
+        for each in (model, alone):
+            each.zero_grad()
+            loss_of(each, floats(part(rank, [2, 2], seed))).backward()
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            sent = q.grad
+            if q.ndim > 1:
+                sent, left[name] = rounded(q.grad + left[name])
+            assert torch.equal(p.grad * 1, mean_of(sent)), (name, seed)
+
+
+def rounded(computed: Tensor) -> tuple[Tensor, Tensor]:
+    """What is sent, and what is left, in the order of the parameter's memory."""
+    flat = computed.as_strided((computed.numel(),), (1,))
+    sent = dequantize(quantize(flat.clone()), flat.dtype)
+    shaped = torch.empty_like(computed)
+    shaped.as_strided((computed.numel(),), (1,)).copy_(sent)
+    return shaped, computed - shaped
+
+
+def mean_of(own: Tensor) -> Tensor:
+    flat = own.as_strided((own.numel(),), (1,)).clone()
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    mean = torch.empty_like(own)
+    mean.as_strided((own.numel(),), (1,)).copy_((both[0] + both[1]) / 2)
+    return mean
+
+
+def test_gradients_are_means_of_what_was_rounded(ranks):
+    ranks(2)(sends_rounded_sums)
+
+
+def trains(rank: int, world: int, hybrid: bool, message_bytes: int) -> None:
+    chosen = in_eight_bits(world, hybrid=hybrid, message_bytes=message_bytes)
+    counts = counts_of(world)[:world]
+    model = Net()
+    alone = twin(model)
+    optimizer, other = (OPTIMIZERS["sgd"](m.parameters()) for m in (model, alone))
+    apply(model, optimizer, chosen, timeout_s=20)
+    for seed in range(20):
+        loss_of(model, floats(part(rank, counts, seed))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(alone, floats(data(sum(counts), seed))).backward()
+        other.step()
+        other.zero_grad()
+    same_everywhere(model)
+    start, reference = whole(Net().state_dict()), whole(alone.state_dict())
+    found = whole(full_state_dict(model))
+    assert (found - reference).norm() <= 0.01 * (reference - start).norm()
+
+
+CASES = [
+    (2, False, 300),
+    (2, False, 2**20),
+    (2, True, 300),
+    *sampled([(3, False, 300), (4, True, 300), (4, False, 2**20)], 2),
+]
+
+
+@pytest.mark.parametrize(("world", "hybrid", "message_bytes"), CASES)
+def test_parameters_stay_alike_and_near_one_process(ranks, world, hybrid, message_bytes):
+    ranks(world)(trains, world, hybrid, message_bytes)
+
+
+def goes_on_from_a_checkpoint(rank: int) -> None:
+    def started() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        apply(model, optimizer, in_eight_bits(2), timeout_s=20)
+        return model, optimizer
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+        for seed in seeds:
+            loss_of(model, floats(part(rank, [2, 2], seed))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = started()
+    train(model, optimizer, range(6))
+    once = full_state_dict(model)
+    model, optimizer = started()
+    train(model, optimizer, range(3))
+    saved = full_state_dict(model), optimizer.state_dict(), exchange_state_dict(model)
+    assert any(entry for entry in saved[2].values())
+    model, optimizer = started()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    load_exchange_state_dict(model, saved[2])
+    train(model, optimizer, range(3, 6))
+    for name, value in full_state_dict(model).items():
+        assert torch.equal(value, once[name]), name
+
+
+def test_what_is_left_is_saved_with_the_training(ranks):
+    ranks(2)(goes_on_from_a_checkpoint)
+
+
+def overflows(rank: int) -> None:
+    model = Net()
+    apply(model, OPTIMIZERS["sgd"](model.parameters()), in_eight_bits(2), timeout_s=20)
+    for factor in (1.0, torch.inf if rank == 0 else 1.0, 1.0):
+        model.zero_grad()
+        (loss_of(model, floats(part(rank, [2, 2]))) * factor).backward()
+        finite = bool(torch.isfinite(model.first.weight.grad * 1).all())
+        bad = torch.tensor(factor == torch.inf, dtype=torch.int32)
+        dist.all_reduce(bad)
+        assert finite == (bad.item() == 0)
+
+
+def test_what_overflows_does_not_stay(ranks):
+    ranks(2)(overflows)
+
+
+def sends(rank: int, exchange: str) -> int:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    chosen = plan(2, [unit("0", 1, "none", 2), unit("1", 1, "none", 2)])
+    apply(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), with_exchange(chosen, exchange),
+        timeout_s=20,
+    )  # fmt: skip
+    model(torch.randn(4, 64)).square().mean().backward()
+    run_of(model).finish_steps()
+    return run_of(model).meter.exchanged_bytes
+
+
+def test_a_quarter_of_the_bytes_travels_between_two_ranks(ranks):
+    exact, short = (ranks(2)(sends, exchange)[0] for exchange in ("dense", "int8"))
+    assert exact == 4 * 2 * 64 * 64
+    assert short == exact // 4 * (1 + 4 / 256)
+
+
+def test_units_that_leave_ranks_idle_are_refused_by_name():
+    chosen = in_eight_bits(2)
+    units = list(chosen.units)
+    units[1] = msgspec.structs.replace(units[1], layout=Layout(groups=1))
+    idle = msgspec.structs.replace(chosen, units=tuple(units))
+    assert "exchange 'int8'" in CAPABILITY.refusals(idle)[0]
