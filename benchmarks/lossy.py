@@ -2,13 +2,13 @@
 
     python benchmarks/lossy.py [--markdown docs/results/lossy.md]
 
-Trains ``cnn-digits`` on the digits by priority exchange: dense, with layers dropped, and with
-top-k, all in one run. First on fast links: test accuracy after the same number of epochs over three
-seeds, the loss of a small language model, and the seconds of computing. Then on links so slow that
-the dense exchange takes about eight times the computing: the time of a step, how much of it the
-ranks wait for gradients, and the bytes on the wire. Needs root and iproute2, as the test bed does.
-Prints a table, and as the last line one JSON object. With ``--markdown`` the page's parts are put
-between its marks.
+Trains ``cnn-digits`` on the digits by priority exchange: dense, rounded to bfloat16 and to eight
+bits, with layers dropped, and with top-k, all in one run. First on fast links: test accuracy after
+the same number of epochs over three seeds, the loss of a small language model, and the seconds of
+computing. Then on links so slow that the dense exchange takes about eight times the computing: the
+time of a step, how much of it the ranks wait for gradients, and the bytes on the wire. Needs root
+and iproute2, as the test bed does. Prints a table, and as the last line one JSON object. With
+``--markdown`` the page's parts are put between its marks.
 """
 
 import json
@@ -29,7 +29,7 @@ from meshwright.models.workload import Batch
 from meshwright.models.zoo import build
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
-from meshwright.planner.schema.plan import ExchangePolicy, UnitPlan
+from meshwright.planner.schema.plan import ExchangePolicy, UnitPlan, WireFormat
 from meshwright.profiler.overhead import plan_by_hand
 from ranks import on_a_bed, run, set_rate, slowest
 from rows import command_line, markdown, print_json, print_table, put_into
@@ -55,14 +55,19 @@ class Exchange(NamedTuple):
     """How every unit's gradients are exchanged."""
 
     policy: ExchangePolicy
-    ratio: float
+    ratio: float = 1.0
+    wire: WireFormat = "exact"
 
     def __str__(self) -> str:
-        return self.policy if self.policy == "dense" else f"{self.policy} {self.ratio:g}"
+        if self.wire != "exact":
+            return self.wire
+        return self.policy if self.ratio == 1.0 else f"{self.policy} {self.ratio:g}"
 
 
 EXCHANGES = (
-    Exchange("dense", 1.0),
+    Exchange("dense"),
+    Exchange("dense", wire="bf16"),
+    Exchange("int8"),
     Exchange("dropped", 0.17),
     Exchange("dropped", 0.1),
     Exchange("topk", 0.05),
@@ -84,7 +89,7 @@ class Training(System):
                 name=spec.name, kind=spec.kind, modules=spec.modules,
                 batched_inputs=spec.batched_inputs, batch_dims=spec.batch_dims,
                 layout=data_parallel(dist.get_world_size()),
-                exchange=exchange.policy, exchange_ratio=exchange.ratio,
+                exchange=exchange.policy, exchange_ratio=exchange.ratio, wire=exchange.wire,
             )
             for spec in found.units
         )  # fmt: skip
