@@ -61,7 +61,7 @@ def bound_sentence(found: StepBottleneck) -> str:
         what = f"{'blocking communication' if blocking else 'gradient exchange'} {where}"
         advice = [f"twice the bandwidth saves {saves}"]
         advice += (
-            [] if blocking else ["or try --allow-lossy" if found.may_drop else "or raise --batch"]
+            [] if blocking else ["or try --allow-lossy" if found.may_round else "or raise --batch"]
         )
     part = f"{seconds(found.part_s)} of {seconds(found.step_s)}"
     return f"Bound by {what} ({part}): {', '.join(advice)}."

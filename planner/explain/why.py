@@ -251,12 +251,16 @@ def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str
     yield from dict.fromkeys(b for a in every if getattr(a, what) < ours for b in a.breaks)
 
 
+ROUNDED = Option(Layout(groups=1), wire="bf16")
+"""What ``--allow-lossy`` allows by itself."""
+
+
 class StepBottleneck(NamedTuple):
     """The largest part of a step of ``step_s``, and what would shorten it with the same decisions.
     ``link`` is where most of the communication that the rank waits for goes over, and ``faster_s``
     the step with twice its bandwidth; None where nothing is waited for. ``recompute_s`` is
-    computing that is done again for lack of memory. ``may_drop`` says that a lossy exchange was not
-    allowed although it was measured what it would keep."""
+    computing that is done again for lack of memory. ``may_round`` says that gradients could
+    travel in fewer bytes and it was not allowed."""
 
     part: Part
     part_s: float
@@ -264,7 +268,7 @@ class StepBottleneck(NamedTuple):
     recompute_s: float
     link: LevelName | None = None
     faster_s: float | None = None
-    may_drop: bool = False
+    may_round: bool = False
 
 
 def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottleneck:
@@ -276,7 +280,7 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
     recomputed = (unit.forward_s for unit in plan.units if unit.memory == "recompute")
     found = StepBottleneck(
         part, part_s, done.prediction.step_s, sum(recomputed) * plan.micro_batches,
-        may_drop=not plan.goal.allow_lossy and any(unit.fidelity for unit in profile.units),
+        may_round=not plan.goal.allow_lossy and model.wire_share(ROUNDED) < 1,
     )  # fmt: skip
     waited: dict[LevelName, float] = {}
     for link, seconds in _waited(done):

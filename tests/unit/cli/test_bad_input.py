@@ -163,7 +163,6 @@ def test_file_that_does_not_run(meshwright, tmp_path):
         (("--batch", "8", "--amplification-limit", "0"), ("-limit 0", "more than 0")),
         (("--batch", "8", "--unit-amplification-limit", "nan"), ("-limit nan", "more than 0")),
         (("--batch", "8", "--min-fidelity", "0.9"), ("0.9", "--allow-lossy")),
-        (("--batch", "8", "--allow-lossy"), ("--min-fidelity",)),
         (("--batch", "8", "--allow-lossy", "--min-fidelity", "1.5"), ("1.5", "0 to 1")),
         (("--batch", "8", "--allow-lossy", "--min-fidelity", "0.9"), ("vgg16", "(fidelity)")),
         (("--batch", "8", "--slices", "1MiB", "--schedule", "barrier"), ("--slices", "'barrier'")),

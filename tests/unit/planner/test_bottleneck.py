@@ -11,7 +11,6 @@ from meshwright.planner.explain.what_if import with_bandwidth
 from meshwright.planner.explain.why import StepBottleneck, bottleneck
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
-from meshwright.planner.schema.profile import FidelityProfile
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.estimate import load_table
 
@@ -46,18 +45,17 @@ def test_a_slow_link_bounds_by_its_exchange(profile):
     sentence = bound_sentence(found)
     assert sentence.startswith("Bound by gradient exchange between nodes (")
     assert "twice the bandwidth saves 3" in sentence
-    assert sentence.endswith(", or raise --batch.")
+    assert sentence.endswith(", or try --allow-lossy.")
 
 
-def test_a_lossy_exchange_is_named_where_it_was_measured_and_not_allowed(profile):
-    links, goal = cluster(1), Goal(batch=256)
-    curve = FidelityProfile(exchange="topk", ratios=(0.01,), kept=(0.95,))
-    units = tuple(msgspec.structs.replace(unit, fidelity=(curve,)) for unit in profile.units)
-    measured = msgspec.structs.replace(profile, units=units)
-    plan = make_plan(measured, links, goal)
-    assert bound_sentence(bottleneck(plan, measured, links)).endswith(", or try --allow-lossy.")
+def test_rounding_is_named_where_it_saves_bytes_and_was_not_allowed(profile):
+    links = cluster(1)
+    plan = make_plan(profile, links, Goal(batch=256))
     lossy = msgspec.structs.replace(plan, goal=Goal(batch=256, allow_lossy=True, min_fidelity=0.9))
-    assert "--allow-lossy" not in bound_sentence(bottleneck(lossy, measured, links))
+    assert bound_sentence(bottleneck(lossy, profile, links)).endswith(", or raise --batch.")
+    half = msgspec.structs.replace(profile, dtype="bfloat16")
+    plan = make_plan(half, links, Goal(batch=256))
+    assert bound_sentence(bottleneck(plan, half, links)).endswith(", or raise --batch.")
 
 
 def test_a_fast_link_leaves_computing(profile):
