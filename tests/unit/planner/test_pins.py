@@ -32,11 +32,12 @@ def test_layouts_styles_and_both():
 
 
 def test_policies_are_forbidden_for_all():
-    found = parse_wishes((), ["recompute", "topk", "early-release"])
+    found = parse_wishes((), ["recompute", "topk", "early-release", "bf16"])
     assert found.pins == ()
     less = without(EVERYTHING, found.without)
     assert less.memory == ("keep", "offload")
-    assert less.exchange == ("dense", "sharded", "fully_sharded", "dropped")
+    assert less.exchange == ("dense", "sharded", "fully_sharded", "dropped", "int8")
+    assert less.wire == ("exact",)
     assert not less.early_release
 
 
