@@ -548,7 +548,7 @@ def auto_parallelize(
         )
         ranks = dist.get_world_size()
         batch = samples * ranks if global_batch_size is None else global_batch_size
-        if batch < ranks and is_rank_zero():
+        if batch < ranks and dist.get_rank() == 0:
             warnings.warn(
                 f"a global batch of {batch} leaves {ranks - batch} of {ranks} ranks without "
                 f"samples: pass global_batch_size in samples of all ranks, at least {ranks}",
