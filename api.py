@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -496,14 +495,13 @@ def auto_parallelize(
     ``dummy_inputs``. ``global_batch_size`` in samples (default: the example's on each rank).
     ``loss(output, target)`` is measured with the model where given. ``schedule`` says how gradients
     travel: ``barrier``, ``priority``, or ``auto`` for what is predicted quicker. ``time_limit_s``
-    bounds the search, ``timeout_s`` every later wait for another rank. ``lossy`` allows
-    gradients to be rounded to bfloat16 to travel where communication would be waited for, and with
+    bounds the search, ``timeout_s`` every later wait for another rank. ``lossy`` allows gradients
+    to be rounded to bfloat16 to travel where communication would be waited for, and with
     ``min_fidelity`` also part of them to wait for later steps, as long as that share (0.9, say) of
-    their energy is sent at once, as measured. ``Lossy`` settings in
-    place of True say how, for a ready ``plan`` too. ``precision`` is how the model computes, as for
-    ``profile``; the model's forward runs so from then on. Without it the autocast around this call
-    is read, if there is one. The other arguments are ``Goal``'s; the
-    optimizer's kind is read off ``optimizer``.
+    their energy is sent at once, as measured. ``Lossy`` settings in place of True say how, for a
+    ready ``plan`` too. ``precision`` is how the model computes, as for ``profile``; the model's
+    forward runs so from then on. Without it the autocast around this call is read, if there is one.
+    The other arguments are ``Goal``'s; the optimizer's kind is read off ``optimizer``.
 
     Returns the same model object, the same optimizer object and the plan. Raises ``InputError`` or
     ``InfeasibleError``, the same on every rank.
@@ -511,7 +509,7 @@ def auto_parallelize(
     import torch.distributed as dist
 
     from .executor.apply import apply
-    from .executor.arguments import check_arguments
+    from .executor.arguments import check_arguments, tell_of_idle_ranks
     from .executor.comm.agreement import together
     from .executor.comm.watchdog import time_limit
     from .executor.gradients.feedback import Lossy
@@ -548,12 +546,8 @@ def auto_parallelize(
         )
         ranks = dist.get_world_size()
         batch = samples * ranks if global_batch_size is None else global_batch_size
-        if batch < ranks and dist.get_rank() == 0:
-            warnings.warn(
-                f"a global batch of {batch} leaves {ranks - batch} of {ranks} ranks without "
-                f"samples: pass global_batch_size in samples of all ranks, at least {ranks}",
-                stacklevel=2,
-            )
+        if dist.get_rank() == 0:
+            tell_of_idle_ranks(batch, ranks)
         goal = together(
             lambda: make_goal(
                 batch,

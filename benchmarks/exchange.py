@@ -40,6 +40,9 @@ from ranks import goodput, on_a_bed, ring_bytes, run, set_rate, slowest
 from rows import command_line, keep, known, markdown_of, print_json, print_row, put_into
 from systems import (
     BATCHES,
+    BUCKETS_MB,
+    PLAN_S,
+    PROBE_S,
     SLICE_BYTES,
     Jitter,
     Measured,
@@ -55,11 +58,9 @@ from systems import (
 
 TOO_GOOD = 1.02
 MIB = 2**20
-# DDP's bucket sizes; 25 is its default.
-BUCKETS_MB = (5, 25, 100)
 # A slice size that leaves every parameter whole.
 WHOLE = 2**40
-PROBE_S, PROFILE_S, PLAN_S = 4.0, 15.0, 10.0
+PROFILE_S = 15.0
 COLUMNS = (
     "model", "hosts", "batch", "ratio", "mbit_s", "compute_s", "ddp_default_s", "ddp_best_s",
     "fsdp_s", "priority_s", "plan_s", "bound_s", "efficiency", "exchange_processor_s",

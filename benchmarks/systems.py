@@ -36,6 +36,9 @@ BATCHES = {"vgg19-32": 32, "resnet50-32": 8, "seq2seq": 12, "gpt-mini": 8}
 # VGG-16's convolutions for 32-pixel images and a single linear layer after them.
 CONVOLUTIONS = "vgg16-32-conv"
 SLICE_BYTES = 4 * 2**20
+# DDP's bucket sizes; 25 is its default.
+BUCKETS_MB = (5, 25, 100)
+PROBE_S, PLAN_S = 4.0, 10.0
 # Steps before a system that finds out its order is measured.
 WARM_UP = 8
 # A step alone is measured so often, after one that does not count.

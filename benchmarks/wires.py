@@ -4,26 +4,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.models.workload import Batch
-from meshwright.planner.explain.compare import with_exchange
+from meshwright.planner.explain.compare import with_exchange, with_wire
 from meshwright.planner.schema.goal import make_goal
-from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler.links import probe
-from systems import WARM_UP, Measured, System, by_ddp, medians
+from systems import BUCKETS_MB, PLAN_S, PROBE_S, WARM_UP, Measured, System, by_ddp, medians
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-PROBE_S, PLAN_S = 4.0, 10.0
-BUCKETS_MB = (5, 25, 100)
 RANKS = (1, 2, 4)
 # One bucket: with several the hook's next collective is begun by whichever of gloo's threads ends
 # the last, in another order on each rank, and ranks wait for each other for ever (torch 2.13).
@@ -39,31 +35,20 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def _ddp(measured: Measured, bucket_mb: int, hook: Callable[..., Any] | None = None) -> System:
-    system = by_ddp(measured, bucket_mb)
-    if hook is not None:
-        assert isinstance(system.model, DistributedDataParallel)
-        # The public hook is refused unless the backend is NCCL; what it calls runs on gloo too.
-        system.model.register_comm_hook(None, hook)
+def _hooked(system: System, state: object, hook: Callable[..., Any]) -> System:
+    assert isinstance(system.model, DistributedDataParallel)
+    system.model.register_comm_hook(state, hook)
     return system
 
 
+# torch's own hook is refused unless the backend is NCCL; what it calls runs on gloo too.
 def _as_bf16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return _compress_hook(torch.bfloat16, group, bucket)
 
 
 def _by_powersgd(measured: Measured, rank: int) -> System:
-    system = by_ddp(measured, ONE_BUCKET_MB)
-    assert isinstance(system.model, DistributedDataParallel)
     state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=WHOLE_STEPS)
-    system.model.register_comm_hook(state, powerSGD_hook)
-    return system
-
-
-def rounded(plan: Plan) -> Plan:
-    """The plan with all gradients rounded to travel."""
-    units = tuple(msgspec.structs.replace(unit, wire="bf16") for unit in plan.units)
-    return msgspec.structs.replace(plan, units=units)
+    return _hooked(by_ddp(measured, ONE_BUCKET_MB), state, powerSGD_hook)
 
 
 def compared_wires(
@@ -71,12 +56,13 @@ def compared_wires(
 ) -> dict[str, Any]:
     """DDP whole, with its bfloat16 hook and with PowerSGD, the best of each, beside priority whole
     and rounded, and the planner's choice where rounding is allowed: one row. Collective."""
-    systems = {f"ddp_{mb}": _ddp(measured, mb) for mb in BUCKETS_MB}
-    systems |= {f"ddp_bf16_{mb}": _ddp(measured, mb, _as_bf16) for mb in BUCKETS_MB}
+    systems = {f"ddp_{mb}": by_ddp(measured, mb) for mb in BUCKETS_MB}
+    for mb in BUCKETS_MB:
+        systems[f"ddp_bf16_{mb}"] = _hooked(by_ddp(measured, mb), None, _as_bf16)
     systems |= {f"powersgd_{rank}": _by_powersgd(measured, rank) for rank in RANKS}
     plan = measured.plan()
     systems["priority"] = System(measured.workload(), plan=plan)
-    systems["bf16"] = System(measured.workload(), plan=rounded(plan))
+    systems["bf16"] = System(measured.workload(), plan=with_wire(plan, "bf16"))
     systems["int8"] = System(measured.workload(), plan=with_exchange(plan, "int8"))
     cluster = probe(budget_s=PROBE_S)
     goal = make_goal(batch.size * dist.get_world_size(), optimizer="momentum", allow_lossy=True)
@@ -105,7 +91,7 @@ def compared_wires(
         **{f"{name}_s": seconds[key] for name, key in names.items()},
         **{f"{name}_loss": losses[key] for name, key in names.items()},
         "plan_schedule": chosen.schedule,
-        "plan_rounded": sum(u.wire != "exact" for u in chosen.units),
+        "plan_rounded": sum(u.rounded for u in chosen.units),
         "plan_divided": sum(u.layout.degree > 1 for u in chosen.units),
         "powersgd_rank": names["powersgd"],
     }  # fmt: skip

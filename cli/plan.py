@@ -144,7 +144,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
             f"a batch of {goal.batch} does not divide over {ranks} ranks: {more} of them take "
             f"{_samples(least + 1)} and the others {_samples(least)}, and every sample counts alike"
         )
-    changed = any(unit.exchange in LOSSY or unit.wire != "exact" for unit in made.units)
+    changed = any(unit.exchange in LOSSY or unit.rounded for unit in made.units)
     if goal.allow_lossy and not changed:
         what = "rounds its gradient"
         why = "no exchange is exposed, or gradients have 16 bits already"

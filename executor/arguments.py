@@ -1,5 +1,6 @@
 """What ``auto_parallelize`` is given, checked for its types before anything starts."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,16 @@ def check_arguments(
     if time_limit_s is not None and not _number(time_limit_s):
         raise _wrong("time_limit_s", time_limit_s, "seconds, such as 30")
     check_time_limit(time_limit_s)
+
+
+def tell_of_idle_ranks(batch: int, ranks: int) -> None:
+    """Warns of a global batch that leaves ranks without samples."""
+    if batch < ranks:
+        warnings.warn(
+            f"a global batch of {batch} leaves {ranks - batch} of {ranks} ranks without "
+            f"samples: pass global_batch_size in samples of all ranks, at least {ranks}",
+            stacklevel=3,
+        )
 
 
 def _wrong(name: str, value: object, remedy: str) -> InputError:

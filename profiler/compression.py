@@ -4,7 +4,6 @@ It is measured with the executor's own functions on one large gradient. What a d
 too (the division by the number of ranks) is left out: it is part of the executor's measured work.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Literal, NamedTuple
@@ -14,13 +13,12 @@ from torch import Tensor
 
 from ..executor.gradients.feedback import ErrorFeedback, l1
 from ..executor.gradients.int8 import add_up, pack
-from ..executor.gradients.topk import largest, topk_elements
+from ..executor.gradients.topk import add_parts, largest, packed, topk_elements
 from ..executor.gradients.wire import WIRE_DTYPES, decode, encode, wire_dtype
 from ..planner.schema.profile import CompressionRate
 from .catalogue import Datasheet
-from .collectives import synchronise
-from .operations import OperationLog
-from .roofline import seconds
+from .roofline import estimated_s
+from .timing import timed_s
 
 # Elements of the gradient: too many for a processor's cache, as a model's gradients are.
 ELEMENTS = 2**22
@@ -37,6 +35,10 @@ class Coding(NamedTuple):
     before: Callable[[], object]
     after: Callable[[], object]
     plain: Callable[[], object]
+
+    @property
+    def parts(self) -> tuple[Callable[[], object], ...]:
+        return self.before, self.after, self.plain
 
 
 def wire_codings(gradient: Tensor) -> Iterator[Coding]:
@@ -61,12 +63,10 @@ def part_codings(gradient: Tensor) -> Iterator[Coding]:
 
     def choose() -> None:
         chosen = largest(held.add(gradient), count)
-        torch.cat([held.take(chosen).view(torch.uint8), chosen.int().view(torch.uint8)])
+        packed(held.take(chosen), chosen)
 
     def put_together() -> None:
-        average.zero_()
-        for _ in range(PEERS):
-            average.index_add_(0, index, values)
+        add_parts([(values, index)] * PEERS, average.zero_())
 
     yield Coding("topk", choose, put_together, _nothing)
     # What waits is added up, and its size is agreed on.
@@ -93,29 +93,27 @@ def compression_rates(device: torch.device, dtype: torch.dtype) -> tuple[Compres
     generator = torch.Generator(device).manual_seed(0)
     gradient = torch.randn(ELEMENTS, device=device, generator=generator).to(dtype)
     return tuple(
-        CompressionRate(
-            exchange=coding.exchange,
-            seconds_per_byte=before / gradient.nbytes,
-            received_seconds_per_byte=max(after - plain, 0.0) / gradient.nbytes,
-        )
+        _rate(coding, gradient.nbytes, *_medians(coding, device))
         for coding in (*wire_codings(gradient), *part_codings(gradient))
-        for before, after, plain in [_medians(coding, device)]
+    )
+
+
+def _rate(
+    coding: Coding, size_bytes: int, before: float, after: float, plain: float
+) -> CompressionRate:
+    """The rate of a coding whose parts take so many seconds."""
+    return CompressionRate(
+        exchange=coding.exchange,
+        seconds_per_byte=before / size_bytes,
+        received_seconds_per_byte=max(after - plain, 0.0) / size_bytes,
     )
 
 
 def _medians(coding: Coding, device: torch.device) -> tuple[float, float, float]:
     """Seconds of each part; they take turns, so that what disturbs one disturbs all."""
-    parts = (coding.before, coding.after, coding.plain)
-    rows = [[_timed(part, device) for part in parts] for _ in range(ROUNDS)]
+    rows = [[timed_s(part, device) for part in coding.parts] for _ in range(ROUNDS)]
     before, after, plain = (median(column) for column in zip(*rows[1:], strict=True))
     return before, after, plain
-
-
-def _timed(part: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    part()
-    synchronise(device)
-    return time.perf_counter() - start
 
 
 def estimated_rates(dtype: torch.dtype, sheet: Datasheet) -> tuple[CompressionRate, ...]:
@@ -125,20 +123,6 @@ def estimated_rates(dtype: torch.dtype, sheet: Datasheet) -> tuple[CompressionRa
         return ()
     gradient = torch.empty(ELEMENTS, dtype=dtype, device="meta")
     return tuple(
-        CompressionRate(
-            exchange=coding.exchange,
-            seconds_per_byte=_counted(coding.before, sheet) / gradient.nbytes,
-            received_seconds_per_byte=max(
-                _counted(coding.after, sheet) - _counted(coding.plain, sheet), 0.0
-            )
-            / gradient.nbytes,
-        )
+        _rate(coding, gradient.nbytes, *(estimated_s(part, sheet) for part in coding.parts))
         for coding in wire_codings(gradient)
     )
-
-
-def _counted(part: Callable[[], object], sheet: Datasheet) -> float:
-    log = OperationLog()
-    with log:
-        part()
-    return sum(seconds(operation, sheet) for operation in log.forward.get("", ()))

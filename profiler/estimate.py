@@ -49,7 +49,7 @@ from .compression import estimated_rates
 from .memory import Footprints, FusedAttention, dry, is_dry, saved_inputs
 from .model import inputs_of, unit_profile
 from .operations import OperationLog
-from .roofline import CountedWork, seconds
+from .roofline import CountedWork, estimated_s
 from .shares import Cost, cost_of, saved_ratio, shard_bytes
 from .timing import Timeline
 from .usual_answers import UsualAnswers
@@ -169,11 +169,7 @@ def _update_rates(
     optimizer.param_groups[0]["foreach"] = True
     for sharded, step in steps_of(optimizer):
         step()  # the first makes the state
-        log = OperationLog()
-        with log:
-            step()
-        taken = sum(seconds(operation, sheet) for operation in log.forward.get("", ()))
-        rate = taken / parameter.nbytes
+        rate = estimated_s(step, sheet) / parameter.nbytes
         yield UpdateRate(optimizer=name, seconds_per_byte=rate, sharded=sharded)
 
 

@@ -71,21 +71,22 @@ class Fidelity:
         whole = gradient + self._left[key] if key in self._left else gradient.clone()
         if exchange == "int8":
             left = whole - dequantize(quantize(whole), whole.dtype)
-            self._count(key, whole, _energy(whole) - _energy(left), left)
+            energy = _energy(whole)
+            self._count(key, energy, energy - _energy(left), left)
             return
         if exchange == "topk":
             sent = whole.abs().topk(max(1, round(ratio * whole.numel()))).indices
         else:
             leaves = self._steps % round(1 / ratio) == 0
             sent = torch.arange(whole.numel() if leaves else 0, device=whole.device)
-        left = whole.clone()
-        left[sent] = 0.0
-        self._count(key, whole, _energy(whole[sent]), left)
+        energy, sent_energy = _energy(whole), _energy(whole[sent])
+        whole[sent] = 0.0
+        self._count(key, energy, sent_energy, whole)
 
     def _count(
-        self, key: tuple[str, str, float], whole: Tensor, sent_energy: float, left: Tensor
+        self, key: tuple[str, str, float], energy: float, sent_energy: float, left: Tensor
     ) -> None:
-        self._whole[key] = self._whole.get(key, 0.0) + _energy(whole)
+        self._whole[key] = self._whole.get(key, 0.0) + energy
         self._sent[key] = self._sent.get(key, 0.0) + sent_energy
         self._left[key] = left
 

@@ -21,13 +21,13 @@ Where the constants are from:
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
 from .catalogue import GIGA, TERA, Datasheet
-from .operations import Operation
+from .operations import Operation, OperationLog
 
 # Share of the memory bandwidth that streaming kernels reach: the same on A100 and H100. Read off
 # the ReLU rows of DeepPool's VGG table; copies measured on an H100 reach 3.02 of 3.35 TB/s, max
@@ -129,3 +129,11 @@ class CountedWork(NamedTuple):
             return sum((n * seconds(a.toward(b, part), sheet) for (a, b), n in pairs.items()), 0.0)
         few, many = (sum(seconds(op, sheet) for op in ops) for ops in (self.few, self.many))
         return max(few + part * max(many - few, 0.0), 0.0)
+
+
+def estimated_s(work: Callable[[], object], sheet: Datasheet) -> float:
+    """Seconds of the operations of ``work``, which is done on the meta device."""
+    log = OperationLog()
+    with log:
+        work()
+    return sum(seconds(operation, sheet) for operation in log.forward.get("", ()))

@@ -222,10 +222,15 @@ def _step_s(step: Callable[[], object], rounds: int, device: torch.device) -> fl
     """The median seconds of an update."""
     taken: list[float] = []
     for _ in range(rounds + 1):
-        start = time.perf_counter()
-        step()
-        synchronise(device)
-        taken.append(time.perf_counter() - start)
+        taken.append(timed_s(step, device))
         if len(taken) > LEAST_ROUNDS and sum(taken) > LONG_S:
             break
     return median(taken[1:])  # the first makes the state and does not count
+
+
+def timed_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds until what ``work`` does has been done on the device."""
+    start = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - start

@@ -4,6 +4,7 @@ from rich.table import Table
 
 from ...planner.explain.advice import Advice, Changes, Way
 from ...planner.schema.text import rate, seconds
+from .comparisons import QUANTITIES
 from .table import empty_table
 
 CHANGES: dict[Changes, str] = {
@@ -31,7 +32,7 @@ def _figures(way: Way) -> tuple[str, ...]:
     options = " ".join(way.options)
     if way.step_s is None or way.samples_per_s is None:
         return "-", "-", "-", f"cannot be had: {way.why}"
-    speed = f"{way.samples_per_s:,.0f}" if way.samples_per_s >= 10 else f"{way.samples_per_s:.2g}"
+    speed = QUANTITIES["samples_per_s"][1](way.samples_per_s)
     gain = "" if way.gain is None else f"{way.gain:.2f}"
     return speed, seconds(way.step_s), gain, options
 

@@ -225,6 +225,10 @@ class LossyGradGroup(GradGroup):
             feedback is not None and feedback.residual is not None and bool(feedback.residual.any())
         )
 
+    def forget(self, param: GradParam) -> None:
+        if param in self.feedback:
+            self.feedback[param].restore(None)
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies of what is held, by parameter."""
         return {

@@ -1,5 +1,6 @@
 """Gradients on their way, in slices: what is sent, and what has come back."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -57,6 +58,12 @@ class Slice:
         """What a ring sends for it."""
         return ring_bytes("all_reduce", self.params[0].group.size, self.bytes)
 
+    @property
+    def elements(self) -> slice:
+        """Of its only parameter, as they lie in memory."""
+        numel, (_, part, parts) = self.params[0].parameter.numel(), self.slice_spec
+        return slice(numel * part // parts, numel * (part + 1) // parts)
+
     def send(self, gradients: dict[GradParam, Tensor]) -> None:
         """Starts the sum over the group. Collective, in the order of all slices."""
         group = self.params[0].group
@@ -64,8 +71,7 @@ class Slice:
         if len(flats) > 1:
             self._wire = torch.cat(flats)
         else:
-            numel, part, parts = flats[0].numel(), self.slice_spec.part, self.slice_spec.parts
-            self._wire = flats[0][numel * part // parts : numel * (part + 1) // parts]
+            self._wire = flats[0][self.elements]
         self._arrived = False
         if group.handle is not None and self._wire.numel():
             self._comm_tensors = [alias_for_comm(encode(self._wire, self.params[0].wire_dtype))]
@@ -95,6 +101,58 @@ class Slice:
     def _finish(self) -> None:
         release_comm_buffers(self._comm_tensors)
         self._arrived, self._wire, self._comm_tensors, self.work = True, None, [], None
+
+
+class GatheredSlice(Slice, ABC):
+    """One collective: a message of one parameter's gradient, as every rank gets it from each."""
+
+    def __init__(self, param: GradParam, slice_spec: SliceSpec) -> None:
+        super().__init__([param], slice_spec)
+        self._messages: list[Tensor] = []
+        """What has come, in the order of ranks."""
+
+    @property
+    @abstractmethod
+    def message_bytes(self) -> int:
+        """What this rank sends to each other."""
+
+    @property
+    def sent_bytes(self) -> int:
+        ranks = self.params[0].group.size
+        return ring_bytes("all_gather", ranks, ranks * self.message_bytes)
+
+    @property
+    def bytes(self) -> int:
+        # Those of a gradient whose sum would take a ring as long.
+        return self.params[0].group.size * self.message_bytes // 2
+
+    def gather(self, message: Tensor) -> None:
+        """Starts to show the message to all peers. Collective, in the order of all slices."""
+        self._arrived = False
+        group = self.params[0].group
+        if message.numel():
+            self._wire = message
+            self._messages = list(message.new_empty(group.size * len(message)).chunk(group.size))
+            *into, mine = self._comm_tensors = [
+                alias_for_comm(t) for t in (*self._messages, message)
+            ]
+            self.work = dist.all_gather(into, mine, group=group.handle, async_op=True)
+
+    def wait_and_average(
+        self, gradients: dict[GradParam, Tensor], watch: Watchdog, doing: str
+    ) -> float:
+        if self._arrived:
+            return 0.0
+        (param,) = self.params
+        waited = watch.wait(self.work, param.group, doing)
+        self.take(self._messages, gradients[param])
+        self._messages = []
+        self._finish()
+        return waited
+
+    @abstractmethod
+    def take(self, messages: Sequence[Tensor], gradient: Tensor) -> None:
+        """Makes the average of what has come, in the place of the gradient."""
 
 
 class GradGroup:
@@ -149,9 +207,12 @@ class GradGroup:
     def send(self, number: int) -> None:
         assert number == self.sent, "slices of a group leave in their order"
         self.sent += 1
-        sent = self.slices[number]
-        if not sent.skipped:
-            sent.send(self.gradients)
+        if not self.slices[number].skipped:
+            self.start(self.slices[number])
+
+    def start(self, one: Slice) -> None:
+        """Sends a slice whose turn it is."""
+        one.send(self.gradients)
 
     def absorb(self, param: GradParam, gradient: Tensor) -> bool:
         """Takes in the gradient of a backward after which nothing is sent. False where it stays,

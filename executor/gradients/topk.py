@@ -7,26 +7,22 @@ what it has computed and not sent, and keeps the rest (Deep Gradient Compression
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.errors import RunError
 from ...planner.simulate.slicing import SliceSpec
-from ..comm.buffers import alias_for_comm
-from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import ShardGradient
 from .buckets import GradParam
 from .feedback import Lossy, LossyGradGroup, folds_at_once, in_format_of, mirrors
 from .flat_shard import flat
 from .momentum import Groups, Momentum
 from .pending import WaitingGradient, vacating
-from .slices import Slice
+from .slices import GatheredSlice, Slice
 
 STRIDE, SPARSE, SAMPLED_FROM = 61, 8, 10_000
 """Of parameters from ``SAMPLED_FROM`` elements on one in ``STRIDE`` is looked at for the threshold,
@@ -101,6 +97,11 @@ def topk_elements(numel: int, share: float) -> int:
     return min(numel, ceil(share * numel))
 
 
+def packed(values: Tensor, index: Tensor) -> Tensor:
+    """Values and their numbers as one message: half the latency of two."""
+    return torch.cat([values.view(torch.uint8), index.int().view(torch.uint8)])
+
+
 def _unpacked(part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     count = part.numel() // (dtype.itemsize + torch.int32.itemsize)
     # Copies, as messages of other ranks begin at bytes that no multiple of the type's size need be.
@@ -110,6 +111,12 @@ def _unpacked(part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 Part = tuple[Tensor, Tensor]
 """The values that one peer has sent, and their numbers as they lie in memory."""
+
+
+def add_parts(parts: Iterable[Part], elements: Tensor) -> None:
+    """Adds what peers have sent to the flat ``elements``."""
+    for values, index in parts:
+        elements.index_add_(0, index, values)
 
 
 class SparseGradient(WaitingGradient):
@@ -166,8 +173,7 @@ class SparseGradient(WaitingGradient):
         assert self.parts is not None
         gradient = self._zeros()
         elements = flat(gradient.as_subclass(Tensor))
-        for values, index in self.parts:
-            elements.index_add_(0, index, values)
+        add_parts(self.parts, elements)
         elements.div_(self._peers)
         if self._rate:  # a rate of zero has sent zeros
             elements.div_(self._rate)
@@ -201,23 +207,18 @@ def applied_sparse(parameter: nn.Parameter, gradient: Tensor, groups: Groups) ->
     return True
 
 
-class TopkSlice(Slice):
-    """One collective: some elements of one parameter, with their numbers."""
+class TopkSlice(GatheredSlice):
+    """Some elements of one parameter, with their numbers."""
 
     def __init__(self, param: GradParam) -> None:
-        super().__init__([param], SliceSpec((0,)))
-        self._parts: list[Tensor] = []
-        self._share, self._message_bytes = 0.0, 0
+        super().__init__(param, SliceSpec((0,)))
+        self._share = 0.0
 
     @property
-    def sent_bytes(self) -> int:
-        ranks = self.params[0].group.size
-        return ring_bytes("all_gather", ranks, ranks * self._message_bytes)
-
-    @property
-    def bytes(self) -> int:
-        # Those of a gradient whose sum would take a ring as long.
-        return self.params[0].group.size * self._message_bytes // 2
+    def message_bytes(self) -> int:
+        parameter = self.params[0].parameter
+        size = parameter.element_size() + torch.int32.itemsize
+        return topk_elements(parameter.numel(), self._share) * size
 
     @property
     def shared_bytes(self) -> int:
@@ -229,41 +230,16 @@ class TopkSlice(Slice):
 
     def expect(self, share: float) -> None:
         """Says which share of the elements it will carry."""
-        parameter = self.params[0].parameter
-        size = parameter.element_size() + torch.int32.itemsize
-        self._share, self._message_bytes = share, topk_elements(parameter.numel(), share) * size
+        self._share = share
 
-    def send_elements(self, values: Tensor, index: Tensor) -> None:
-        """Starts to show these elements to all peers. Collective, in the order of all slices."""
-        self._arrived = False
-        group = self.params[0].group
-        # One message of both: half the latency of two.
-        message = torch.cat([values.view(torch.uint8), index.int().view(torch.uint8)])
-        wire = message.new_empty(group.size * message.numel())
-        self._wire, self._parts = message, list(wire.chunk(group.size)) if len(values) else []
-        if len(values):
-            *parts, mine = self._comm_tensors = [alias_for_comm(t) for t in (*self._parts, message)]
-            self.work = dist.all_gather(parts, mine, group=group.handle, async_op=True)
-
-    def wait_and_average(
-        self, gradients: dict[GradParam, Tensor], watch: Watchdog, doing: str
-    ) -> float:
-        if self._arrived:
-            return 0.0
-        (param,) = self.params
-        waited = watch.wait(self.work, param.group, doing)
-        gradient = gradients[param]
-        parts = [_unpacked(part, gradient.dtype) for part in self._parts]
+    def take(self, messages: Sequence[Tensor], gradient: Tensor) -> None:
+        parts = [_unpacked(message, gradient.dtype) for message in messages]
         if isinstance(gradient, SparseGradient):
             gradient.parts = parts
         else:
             average = flat(gradient).zero_()
-            for values, index in parts:
-                average.index_add_(0, index, values)
-            average.div_(param.group.size)
-        self._parts = []
-        self._finish()
-        return waited
+            add_parts(parts, average)
+            average.div_(self.params[0].group.size)
 
 
 class TopkGradGroup(LossyGradGroup):
@@ -296,16 +272,13 @@ class TopkGradGroup(LossyGradGroup):
             one.expect(self.topk.share(one.params[0]))
         return one
 
-    def send(self, number: int) -> None:
-        one = self.slices[number]
+    def start(self, one: Slice) -> None:
         if not isinstance(one, TopkSlice):
-            super().send(number)
+            super().start(one)
             return
-        assert number == self.sent, "slices of a group leave in their order"
-        self.sent += 1
         (param,) = one.params
         chosen = self._chosen.pop(param, None)
-        one.send_elements(*(chosen or self._choose(param, self.gradients[param].clone(), 1.0)))
+        one.gather(packed(*(chosen or self._choose(param, self.gradients[param].clone(), 1.0))))
 
     def absorb(self, param: GradParam, gradient: Tensor) -> bool:
         # Only where that is the same as to take it in with the last.
@@ -372,10 +345,6 @@ class TopkGradGroup(LossyGradGroup):
         if velocity is not None:
             self.velocities[param] = velocity
         return new, velocity
-
-    def forget(self, param: GradParam) -> None:
-        if param in self.feedback:
-            self.feedback[param].restore(None)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         state = super().state()

@@ -26,7 +26,7 @@ from ...models.target import trial, try_out
 from ...models.units.chance import layer_drop_rates
 from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
-from ...planner.explain.compare import policy_words
+from ...planner.explain.compare import policy_words, with_wire
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record
 from ..apply import apply
@@ -307,15 +307,14 @@ def _over_the_whole_batch(plan: Plan, model: nn.Module) -> tuple[Plan, list[str]
 
 
 def _sent_exactly(plan: Plan) -> tuple[Plan, list[str]]:
-    rounded = [unit for unit in plan.units if unit.wire != "exact"]
+    rounded = [unit for unit in plan.units if unit.rounded]
     if not rounded:
         return plan, []
-    units = tuple(msgspec.structs.replace(unit, wire="exact") for unit in plan.units)
     note = (
         f"the plan rounds the gradients of {len(rounded)} units to {rounded[0].wire} to travel, "
         "which no single process does: compared with gradients that travel as they are"
     )
-    return msgspec.structs.replace(plan, units=units), [note]
+    return with_wire(plan, "exact"), [note]
 
 
 def _without_dropout(model: nn.Module) -> list[str]:

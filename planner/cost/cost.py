@@ -393,7 +393,7 @@ def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
         )
     elif option.lossy and unit.kept(option.exchange, option.ratio) is None:
         reason = f"asks for {option.exchange!r} at ratio {option.ratio}: measure its fidelity there"
-    elif option.rounded and model.wire_share(option) == 1:
+    elif option.rounded and model.wire_share(option.wire) == 1:
         reason = f"asks for {option.wire!r} with gradients of {model.profile.dtype}: use 'exact'"
     elif option.shards and not model.sliced:
         reason = "asks for a sharded exchange: plan it with the priority schedule"

@@ -136,8 +136,8 @@ class Exchanges(Structure):
         if groups == 1:
             return 0
         if option.exchange == "topk":
-            element = ELEMENT_BYTES.get(self.profile.dtype, 4)
-            return ceil(groups * option.ratio * trained_bytes * (1 + NUMBER_BYTES / element))
+            each = 1 + NUMBER_BYTES / self.element_bytes
+            return ceil(groups * option.ratio * trained_bytes * each)
         if option.exchange == "int8":
             return ceil(groups * trained_bytes * self.int8_share)
         # Of a rounded gradient too it is its own bytes, by which messages are cut.
@@ -158,7 +158,7 @@ class Exchanges(Structure):
         if option.exchange in GATHERED:
             seconds = collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, part * payload_bytes)
-        sent_bytes = payload_bytes * self.wire_share(option)
+        sent_bytes = payload_bytes * self.wire_share(option.wire)
         if option.shards:
             gathers = 2 * self.micro_batches if option.gathers else 1
             seconds = collective_s(self.fabric, ring, "reduce_scatter", sent_bytes)
@@ -170,11 +170,16 @@ class Exchanges(Structure):
     @property
     def int8_share(self) -> float:
         """The bytes of a message in eight bits for each of the gradient's."""
-        return INT8_BYTES / ELEMENT_BYTES.get(self.profile.dtype, 4)
+        return INT8_BYTES / self.element_bytes
 
-    def wire_share(self, option: Option) -> float:
+    def wire_share(self, wire: WireFormat) -> float:
         """The bytes of a gradient that travel for each of its own."""
-        return wire_share(option.wire, ELEMENT_BYTES.get(self.profile.dtype, 4))
+        return wire_share(wire, self.element_bytes)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one element of a gradient."""
+        return ELEMENT_BYTES.get(self.profile.dtype, 4)
 
     def exchanged(self, option: Option, payload_bytes: int) -> tuple[OnLink, float]:
         """(a unit's exchange, seconds of one slice, zero in buckets)."""

@@ -20,7 +20,8 @@ from ..schema.pins import without
 from ..schema.plan import ExchangePolicy, UnitPlan
 from ..schema.precision import is_scaled
 from ..schema.record import Count, Positive, Record, Seconds
-from ..solve.evaluate import evaluation, excess, rank_memory
+from ..solve.answer import over_bytes
+from ..solve.evaluate import evaluation
 from ..solve.heuristic.resize import resized, resized_problem
 from ..solve.problem import Problem
 from ..solve.solver import solve
@@ -88,19 +89,24 @@ def advise(problem: Problem, solver: str = "auto", time_limit_s: float | None = 
     goal = msgspec.structs.replace(problem.goal, allow_lossy=False, min_fidelity=1.0)
     exact = replace(problem, goal=goal)
     plain = CostModel(exact.profile, exact.cluster, goal)
-    done = evaluation(plain, plain.baseline)
-    ways = [_data_parallel(plain), *_by_fewer(exact, solver, time_limit_s)]
-    for asked in _planned(exact):
-        problem.report(asked.name, len(ways) / 9)
-        ways.append(_way(asked, solver, time_limit_s))
-    base = goal.batch / done.prediction.step_s if done.prediction.step_s else 0.0
+    step = evaluation(plain, plain.baseline).prediction
+    ways = [_by_itself("data parallel (DDP)", plain, step.step_s)]
+    if plain.world_size > 1:
+        one = CostModel(exact.profile, resized(exact.cluster, 1), _unpinned(goal))
+        # It has no executor, which predictions of plans count.
+        ways.append(_by_itself("one device", one, single_device_batch_s(one)))
+    asked = [*_fewer(exact), *_planned(exact)]
+    for i, each in enumerate(asked):
+        problem.report(each.name, i / len(asked))
+        ways.append(_way(each, solver, time_limit_s))
+    base = goal.batch / step.step_s if step.step_s else 0.0
     judged = [_with_gain(way, base) for way in ways]
     return Advice(
         target=exact.profile.target,
         batch=goal.batch,
         ranks=exact.cluster.world_size,
-        compute_s=done.prediction.compute_s,
-        exchange_s=done.prediction.exchange_s,
+        compute_s=step.compute_s,
+        exchange_s=step.exchange_s,
         ways=tuple(sorted(judged, key=lambda way: -(way.samples_per_s or 0.0))),
         slow_hosts=slow_hosts(exact.cluster),
     )
@@ -125,36 +131,13 @@ def slow_hosts(cluster: Cluster) -> tuple[SlowHost, ...]:
     return tuple(found)
 
 
-def _data_parallel(model: CostModel) -> Way:
-    done = evaluation(model, model.baseline)
-    fits = excess(model, done.memory).over_bytes <= 0
+def _by_itself(name: str, model: CostModel, step_s: float) -> Way:
+    """A way that has nothing to plan: data parallelism on the model's devices."""
+    fits = over_bytes(model, model.baseline) <= 0
     return Way(
-        name="data parallel (DDP)",
-        changes="nothing",
-        ranks=model.world_size,
-        batch=model.goal.batch,
-        **_figures(model.goal, done.prediction.step_s) if fits else {"why": "memory is too small"},
-    )
-
-
-def _by_fewer(problem: Problem, solver: str, time_limit_s: float | None) -> Iterator[Way]:
-    """One device, the devices of one host, and half of the hosts, each by themselves."""
-    cluster, goal = problem.cluster, problem.goal
-    one = CostModel(problem.profile, resized(cluster, 1), _unpinned(goal))
-    fits = excess(one, rank_memory(one, one.baseline)).over_bytes <= 0
-    # It has no executor, which predictions of plans count.
-    taken = _figures(goal, single_device_batch_s(one))
-    if cluster.world_size > 1:
-        yield Way(
-            name="one device", changes="nothing", ranks=1, batch=goal.batch,
-            **taken if fits else {"why": "memory is too small"},
-        )  # fmt: skip
-    own, hosts = len(cluster.nodes[0].devices), len(cluster.nodes)
-    sizes = {"one host": own} if own > 1 and hosts > 1 else {}
-    sizes |= {"half of the hosts": own * (hosts // 2)} if hosts > 3 else {}
-    for name, ranks in sizes.items():
-        fewer = resized_problem(replace(problem, goal=_unpinned(goal)), ranks)
-        yield _way(_Asked(name, "nothing", ("--ranks", str(ranks)), fewer), solver, time_limit_s)
+        name=name, changes="nothing", ranks=model.world_size, batch=model.goal.batch,
+        **_figures(model.goal, step_s) if fits else {"why": "memory is too small"},
+    )  # fmt: skip
 
 
 class _Asked(NamedTuple):
@@ -165,6 +148,16 @@ class _Asked(NamedTuple):
     options: tuple[str, ...]
     problem: Problem
     used: Callable[[UnitPlan], bool] = lambda unit: True
+
+
+def _fewer(exact: Problem) -> Iterator[_Asked]:
+    """The devices of one host, and half of the hosts, each by themselves."""
+    own, hosts = len(exact.cluster.nodes[0].devices), len(exact.cluster.nodes)
+    sizes = {"one host": own} if own > 1 and hosts > 1 else {}
+    sizes |= {"half of the hosts": own * (hosts // 2)} if hosts > 3 else {}
+    for name, ranks in sizes.items():
+        fewer = resized_problem(replace(exact, goal=_unpinned(exact.goal)), ranks)
+        yield _Asked(name, "nothing", ("--ranks", str(ranks)), fewer)
 
 
 def _planned(exact: Problem) -> Iterator[_Asked]:
@@ -178,7 +171,7 @@ def _planned(exact: Problem) -> Iterator[_Asked]:
     rounded = asked(allow_lossy=True, min_fidelity=ROUNDED_FIDELITY)
     yield _Asked(
         "plan with bfloat16 gradients", "rounding", ("--allow-lossy",), rounded,
-        lambda unit: unit.wire != "exact",
+        lambda unit: unit.rounded,
     )  # fmt: skip
     measured = {curve.exchange for unit in exact.profile.units for curve in unit.fidelity}
     if measured and not is_scaled(exact.profile.precision):

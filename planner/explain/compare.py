@@ -3,7 +3,7 @@
 import msgspec
 
 from ..schema.goal import Pin
-from ..schema.plan import LOSSY, ExchangePolicy, Plan, Prediction, UnitPlan
+from ..schema.plan import LOSSY, ExchangePolicy, Plan, Prediction, UnitPlan, WireFormat
 from ..schema.record import Record
 from .why import Alternative, UnitExplanation
 
@@ -140,3 +140,9 @@ def with_exchange(plan: Plan, policy: ExchangePolicy) -> Plan:
         msgspec.structs.replace(u, exchange=policy, feedback="residual") for u in plan.units
     )
     return msgspec.structs.replace(plan, schedule="priority", units=units)
+
+
+def with_wire(plan: Plan, wire: WireFormat) -> Plan:
+    """The plan with every unit's gradients in that wire format. Its prediction stays, as above."""
+    units = tuple(msgspec.structs.replace(u, wire=wire) for u in plan.units)
+    return msgspec.structs.replace(plan, units=units)

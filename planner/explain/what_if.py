@@ -19,7 +19,8 @@ from ..schema.errors import InputError
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Count, Record, Seconds
-from ..solve.evaluate import evaluation, excess, rank_memory
+from ..solve.answer import over_bytes
+from ..solve.evaluate import evaluation
 from ..solve.heuristic.checkpointing import limited_by_memory
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
 from ..solve.heuristic.schedules import WORTHWHILE
@@ -316,6 +317,6 @@ def quicker_on_fewer(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Few
             taken_s = evaluation(model, model.baseline).prediction.step_s
         if taken_s >= plan.prediction.step_s:
             continue
-        if excess(model, rank_memory(model, model.baseline)).over_bytes <= 0:
+        if over_bytes(model, model.baseline) <= 0:
             found.append(FewerDevices(devices, taken_s))
     return min(found, key=lambda one: one.step_s, default=None)

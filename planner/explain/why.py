@@ -251,10 +251,6 @@ def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str
     yield from dict.fromkeys(b for a in every if getattr(a, what) < ours for b in a.breaks)
 
 
-ROUNDED = Option(Layout(groups=1), wire="bf16")
-"""What ``--allow-lossy`` allows by itself."""
-
-
 class StepBottleneck(NamedTuple):
     """The largest part of a step of ``step_s``, and what would shorten it with the same decisions.
     ``link`` is where most of the communication that the rank waits for goes over, and ``faster_s``
@@ -280,7 +276,7 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
     recomputed = (unit.forward_s for unit in plan.units if unit.memory == "recompute")
     found = StepBottleneck(
         part, part_s, done.prediction.step_s, sum(recomputed) * plan.micro_batches,
-        may_round=not plan.goal.allow_lossy and model.wire_share(ROUNDED) < 1,
+        may_round=not plan.goal.allow_lossy and model.wire_share("bf16") < 1,
     )  # fmt: skip
     waited: dict[LevelName, float] = {}
     for link, seconds in _waited(done):

@@ -58,7 +58,7 @@ def comm_buffer_bytes(model: CostModel, k: int, option: Option) -> float:
     if option.exchange != "sharded":
         return float(sum(s for s in sizes if packed(s, model.message_bytes)))
     # What is received, less what the part that is sent leaves of the gradient's place.
-    return sum(sizes) * (1 - 1 / layout.groups) * (2 * model.wire_share(option) - 1)
+    return sum(sizes) * (1 - 1 / layout.groups) * (2 * model.wire_share(option.wire) - 1)
 
 
 def _message_bytes(model: CostModel, option: Option, shard_bytes: float) -> float:

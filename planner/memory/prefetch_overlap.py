@@ -74,7 +74,7 @@ def gathered(structure: Exchanges, k: int, option: Option) -> UnshardedBytes:
         0 if n is None else packed_copies_bytes(structure, n, plain) for n in neighbours[:2]
     )
     saved, *later = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after, beyond))
-    copies = GRADIENT_COPIES * structure.wire_share(option)
+    copies = GRADIENT_COPIES * structure.wire_share(option.wire)
     return UnshardedBytes(
         saved=saved,
         forward=own + after + after_coming,

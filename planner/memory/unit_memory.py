@@ -185,7 +185,7 @@ class MemoryModel:
             # The gradient stands beside the copies of what will be sent and of this rank's own
             # elements, before anything is received.
             own = 1 / option.layout.groups
-            taken += trained * (own + (1 - own) * (1 - self.model.wire_share(option)))
+            taken += trained * (own + (1 - own) * (1 - self.model.wire_share(option.wire)))
         return taken + self.model.passing_bytes[k] * samples
 
     def own_input_bytes(self, k: int, option: Option, samples: int | None) -> float:

@@ -64,7 +64,7 @@ class Capability(Record, frozen=True, kw_only=True):
                 return f"unit {unit.name!r} asks for {what} {value!r}"
         if unit.exchange == "fully_sharded" and unit.memory == "offload":
             return f"unit {unit.name!r} asks for offload and for exchange 'fully_sharded' at once"
-        if unit.wire != "exact" and unit.exchange in LOSSY:
+        if unit.rounded and unit.exchange in LOSSY:
             return (
                 f"unit {unit.name!r} asks for exchange {unit.exchange!r} and wire format "
                 f"{unit.wire!r} at once"

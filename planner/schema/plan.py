@@ -64,6 +64,11 @@ class UnitPlan(Record, frozen=True, kw_only=True):
         super().__post_init__()
         check_batch_dims(self.name, self.batched_inputs, self.batch_dims)
 
+    @property
+    def rounded(self) -> bool:
+        """Whether its gradients are rounded to travel."""
+        return self.wire != "exact"
+
     def batch_dim(self, number: int = 0) -> int:
         """The dimension of samples in its batched input ``number``; that of the first is also
         that of a divided unit's output."""

@@ -134,10 +134,9 @@ def _rounded(
 ) -> Iterator[Option]:
     """The options with gradients that are rounded to travel, where that saves bytes and may be."""
     for wire in capability.wire if model.goal.allow_lossy else ():
-        for option in options:
+        for option in options if model.wire_share(wire) < 1 else ():
             rounded = option._replace(wire=wire)
-            saves = rounded.rounded and not option.lossy and model.wire_share(rounded) < 1
-            if saves and lost_energy(model, k, rounded) <= energy_budget(model):
+            if not option.lossy and lost_energy(model, k, rounded) <= energy_budget(model):
                 yield rounded
 
 
