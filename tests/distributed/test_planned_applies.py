@@ -10,7 +10,6 @@ import pytest
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.capability import CAPABILITY
-from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.launch.train import train_step
 from meshwright.models.zoo import build
 from meshwright.planner.cost.cost import CostModel
@@ -89,16 +88,15 @@ def drawn(found: ModelProfile, draw: random.Random) -> Plan | None:
         return None
 
 
-def applied(rank: int, name: str) -> int:
-    """How many of the plans drawn were made; each is applied and takes a step."""
+def plans(name: str) -> list[Plan]:
+    draw = random.Random(name)
+    found = estimate(workload(name), "a100-sxm-40gb", batches=(4, 12))
+    made = (drawn(found, draw) for _ in range(DRAWS))
+    return [plan for plan in made if plan is not None]
 
-    def plans() -> list[Plan]:
-        draw = random.Random(name)
-        found = estimate(workload(name), "a100-sxm-40gb", batches=(4, 12))
-        made = (drawn(found, draw) for _ in range(DRAWS))
-        return [plan for plan in made if plan is not None]
 
-    made = rank_zero_decides(plans)
+def applied(rank: int, name: str, made: list[Plan]) -> None:
+    """Each plan is applied to a fresh model, which takes a step."""
     for plan in made:
         given = workload(name)
         optimizer = torch.optim.SGD(given.model.parameters(), lr=0.01)
@@ -106,7 +104,6 @@ def applied(rank: int, name: str) -> int:
         torch.manual_seed(1)
         loss = train_step(given, plan, given.make_batch(BATCH), optimizer)
         assert torch.tensor(loss).isfinite()
-    return len(made)
 
 
 # The sequence-to-sequence model's four ranks take minutes beside other work.
@@ -118,4 +115,6 @@ def applied(rank: int, name: str) -> int:
     ],
 )
 def test_what_is_planned_is_applied(ranks, name):
-    assert ranks(RANKS)(applied, name, limit_s=240.0)[0] > DRAWS // 4
+    made = plans(name)
+    assert len(made) > DRAWS // 4
+    ranks(RANKS)(applied, name, made, limit_s=240.0)
