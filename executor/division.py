@@ -177,8 +177,8 @@ def check_subset_units(model: nn.Module, plan: Plan) -> None:
             )
         if unit.batch_dims:
             raise InputError(
-                f"unit {unit.name!r} leaves ranks idle and its samples are in dim "
-                f"{unit.batch_dim()} of its input, not in dim 0: give it all ranks"
+                f"unit {unit.name!r} leaves ranks idle, and not all that it takes and leaves has "
+                "the samples in dim 0: give it all ranks"
             )
         if unit.segment:
             segment = " and ".join(repr(name) for name in unit.segment)

@@ -55,7 +55,8 @@ class UnitSpec:
     """A unit: consecutive submodules entered at the first and left at the last.
 
     ``batched_inputs`` are the leaves among the flattened ``(args, kwargs)`` of the first module's
-    call that hold samples, ``batch_dims`` the dimension of each that counts them (None: 0 of all).
+    call that hold samples, ``batch_dims`` the dimension of each that counts them (None: 0 of all,
+    and of all that the unit leaves).
     ``mixed`` units stay whole only because an input of theirs grows with the batch and no one
     dimension of it counts samples. ``stays_whole`` says why a unit is not made of finer ones or not
     divided, with the remedy; empty where it is as fine as its modules are.

@@ -141,11 +141,13 @@ def _as_one(
     traced = [[TracedUnit("other", (trace.calls("")[0],))] for trace in traces]
     flows = [flow_of(trace, one) for trace, one in zip(traces, traced, strict=True)]
     whole = traced[0][0]
-    dims = _batched(whole, traced[1][0], (traces[0].size, traces[1].size))
+    sizes = traces[0].size, traces[1].size
+    dims = _batched(whole, traced[1][0], sizes)
     said = f"{type(error).__name__}: {error}".splitlines()[0]
     where = in_module(model, error)
     spec = UnitSpec(
-        whole.name, "other", whole.modules, **_batched_fields(dims or {}),
+        whole.name, "other", whole.modules,
+        **_batched_fields(dims or {}, first=_leaves_first(whole, traced[1][0], sizes)),
         batch_statistics=any(isinstance(inner, BATCH_NORMS) for inner in model.modules()),
         stays_whole=f"{stays_whole.NOT_FOUND}{where} with {said}",
     )  # fmt: skip
@@ -319,8 +321,9 @@ def _specs(
         if not splits:
             reason = reason or why_no_split(model, unit, total_bytes)
         norms = any(isinstance(inner, BATCH_NORMS) for m in modules for inner in m.modules())
+        fields = _batched_fields(batched or {}, first=_leaves_first(unit, twin, sizes))
         found[unit.name] = UnitSpec(
-            unit.name, unit.kind, unit.modules, **_batched_fields(batched or {}), splits=fitting,
+            unit.name, unit.kind, unit.modules, **fields, splits=fitting,
             batch_statistics=norms, mixed=mixed and bool(splits), stays_whole=reason,
         )  # fmt: skip
     return found
@@ -351,10 +354,20 @@ class _BatchedFields(TypedDict):
     batch_dims: tuple[int, ...] | None
 
 
-def _batched_fields(dims: Mapping[int, int]) -> _BatchedFields:
-    """A unit's fields by the dims of those inputs that hold samples."""
-    elsewhere = tuple(dims.values()) if any(dims.values()) else None
+def _batched_fields(dims: Mapping[int, int], *, first: bool = True) -> _BatchedFields:
+    """A unit's fields by the dims of those inputs that hold samples; ``first``: whether all that it
+    leaves has them in dim 0."""
+    elsewhere = tuple(dims.values()) if dims and (any(dims.values()) or not first) else None
     return {"batched_inputs": tuple(dims), "batch_dims": elsewhere}
+
+
+def _leaves_first(unit: TracedUnit, twin: TracedUnit | None, sizes: tuple[int, int]) -> bool:
+    """Whether every output of the unit has its samples in dim 0."""
+    outputs, others = unit.calls[-1].made, twin.calls[-1].made if twin else []
+    return len(outputs) == len(others) and all(
+        sample_dim(a.shape, b.shape, sizes) == (0, True)
+        for a, b in zip(outputs, others, strict=True)
+    )
 
 
 def _leaves_samples(

@@ -94,7 +94,7 @@ def allowed(
     local = unit.batch_statistics and goal.batch_statistics == "local"
     if unit.fixed or local or not unit.batched_inputs:
         return layout == data_parallel(world_size) and option.style == "none"
-    # Idle ranks make up outputs without samples, in dimension 0.
+    # Idle ranks make up outputs that have no samples in dimension 0.
     if unit.batch_dims and layout.size < world_size:
         return False
     return (

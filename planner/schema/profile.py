@@ -128,8 +128,8 @@ class UnitProfile(Record, frozen=True, kw_only=True):
     ``batch_statistics`` marks units whose result depends on which samples are together;
     ``statistics_bytes`` is what ``global`` statistics all-reduce, each way. ``batched_inputs`` are
     the leaves of the flattened ``(args, kwargs)`` at entry that hold samples, ``batch_dims`` the
-    dimension of each that counts them (None: dimension 0 of all). Of ``@input`` both are empty
-    where the first tensor tells the samples in its dimension 0.
+    dimension of each that counts them (None: dimension 0 of all, and of all that the unit leaves).
+    Of ``@input`` both are empty where the first tensor tells the samples in its dimension 0.
     ``output_kept`` says whether somebody saves its output for backward (a shortcut's sum does not),
     ``input_kept`` how many bytes of its inputs, for each sample, it alone saves, ``input_saved``
     how many it saves, whoever else does (unknown: all that enters it).

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 pytestmark = pytest.mark.timeout(600)
 
-RANKS, BATCH, DRAWS = 4, 12, 8
+RANKS, BATCH, DRAWS = 4, 12, 5
 MODELS = ("mlp", "gpt-mini", "cnn-digits", "seq2seq-mini", "bert-tiny", "odd")
 
 
@@ -106,14 +106,8 @@ def applied(rank: int, name: str, made: list[Plan]) -> None:
         assert torch.tensor(loss).isfinite()
 
 
-# The sequence-to-sequence model's four ranks take minutes beside other work.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long if "seq2seq" in name else pytest.mark.slow)
-        for name in MODELS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_what_is_planned_is_applied(ranks, name):
     made = plans(name)
     assert len(made) > DRAWS // 4

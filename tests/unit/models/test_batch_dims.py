@@ -239,6 +239,23 @@ def test_inside_and_outside_may_differ() -> None:
     assert styles(units.unit("down")) == ["column", "row"]
 
 
+def test_what_leaves_samples_elsewhere_says_where_they_enter() -> None:
+    class Recurrent(nn.Module):
+        """Its layers take samples in dim 0; the first leaves a state with them in dim 1."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, batch_first=True)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0])
+
+    units = discover(Recurrent(), mw.Batch((torch.randn(3, 5, 4),), None))
+    # Ranks without samples could not make up the state: it has to have all ranks.
+    assert [units.unit(n).batch_dims for n in ("lstm", "head")] == [(0,), None]
+
+
 def test_features_where_the_samples_are_stay_whole() -> None:
     class Transposed(nn.Module):
         def __init__(self) -> None:
@@ -321,7 +338,7 @@ def test_units_with_samples_elsewhere_have_all_ranks() -> None:
         name="a", kind="linear", modules=("a",), layout=narrow.layout, batched_inputs=(0,),
         batch_dims=(1,),
     )  # fmt: skip
-    with pytest.raises(InputError, match="its samples are in dim 1 of its input"):
+    with pytest.raises(InputError, match="not all that it takes and leaves has"):
         check_subset_units(nn.ModuleDict({"a": nn.Linear(2, 2)}), _Planned(unit))
 
 
