@@ -7,10 +7,11 @@ measures each model at bandwidths where plain communication takes ``ratio`` time
 Systems take turns in the same processes. With ``--keep`` rows are written to a file as they come,
 and those that it has are not measured again; with ``--markdown`` all of them are put between the
 page's marks. ``--wire`` compares gradients in fewer bytes instead: DDP with its hooks, ours as
-bfloat16, with the loss after equal steps. ``--ablation`` compares the four ways {first come first
-served, priority} × {whole gradients, slices}, with what the planner's simulation says. The last
-line is one JSON object: rows. An efficiency (bound / measured) above 1.02 means that the benchmark
-is wrong, and fails it.
+bfloat16, with the loss after equal steps. ``--each 2`` puts two ranks on every host and compares
+gradients that are added up there before hosts exchange them. ``--ablation`` compares the four ways
+{first come first served, priority} × {whole gradients, slices}, with what the planner's simulation
+says. The last line is one JSON object: rows. An efficiency (bound / measured) above 1.02 means that
+the benchmark is wrong, and fails it.
 """
 
 import operator
@@ -21,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import by_host
 import torch.distributed as dist
 import wires
 from meshwright.executor.capability import CAPABILITY
@@ -149,23 +151,29 @@ def one_row(
     if model is None:
         figures = ablated(measured, batch, asked)
     else:
-        row_of = wires.compared_wires if asked["wire"] else compared
+        row_of = by_host.compared_hosts if asked["each"] > 1 else compared
+        row_of = wires.compared_wires if asked["wire"] else row_of
         figures = row_of(measured, model, batch, asked)
     links += [goodput(sent) for _ in range(2)]
     # What disturbs a measurement makes a link slower: the quickest gives a bound that holds.
     bytes_per_s = max(link.bytes_per_s for link in links)
-    bound_s, half_s = (
+    each = asked["each"]
+    there = dist.get_world_size() // each
+    less = by_host.across(there, each) if there > 1 and each > 1 else 1.0
+    bound_s, half_s, by_host_s = (
         slowest(priority_bound(measured._replace(bytes_per_s=times * bytes_per_s).chain))
-        for times in (1, 2)
+        for times in (1, 2, less)
     )
     row = {
-        "model": measured.name, "hosts": dist.get_world_size(), "ratio": ratio, "mbit_s": mbit_s,
+        "model": measured.name, "hosts": there, "ratio": ratio, "mbit_s": mbit_s,
         "batch": batch.size, "compute_s": measured.times.step_s,
         "goodput_mbit_s": 8e-6 * bytes_per_s, **figures, "bound_s": bound_s,
         "exchange_processor_s": sent * median(link.processor_s_per_byte for link in links),
     }  # fmt: skip
     if asked["wire"]:
         row["bf16_bound_s"], row["efficiency"] = half_s, half_s / row["bf16_s"]
+    elif each > 1:
+        row["by_host_bound_s"], row["efficiency"] = by_host_s, by_host_s / row["by_host_s"]
     elif model is not None:
         row["efficiency"] = bound_s / row["priority_s"]
     return row
@@ -243,6 +251,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(BATCHES), default=list(BATCHES))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--each", type=int, default=1, help="ranks on a host")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--ablation", action="store_true")
@@ -259,14 +268,16 @@ def main() -> None:
         request = {
             "model": model, "batch": BATCHES[model], "ratios": ratios,
             "steps": asked.steps, "rounds": asked.rounds, "ablation": asked.ablation,
-            "wire": asked.wire,
+            "wire": asked.wire, "each": asked.each,
         }  # fmt: skip
-        for row in on_a_bed(__file__, request, asked.hosts) if ratios else ():
+        for row in on_a_bed(__file__, request, asked.hosts, each=asked.each) if ratios else ():
             rows.append(row)
             keep(asked.keep, row)
             print_row(row)
     if asked.markdown:
-        if asked.wire:
+        if asked.each > 1:
+            put_into(asked.markdown, "host rows", table_of(rows, by_host.COLUMNS)[0])
+        elif asked.wire:
             put_into(asked.markdown, "wire rows", table_of(rows, wires.COLUMNS)[0])
         else:
             put_into(asked.markdown, "rows", page_of(rows))

@@ -51,17 +51,21 @@ def joined(
 
 
 def on_a_bed(
-    script: str, asked: Mapping[str, Any], hosts: int = 2, mbit_s: float = START_MBIT_S
+    script: str,
+    asked: Mapping[str, Any],
+    hosts: int = 2,
+    mbit_s: float = START_MBIT_S,
+    each: int = 1,
 ) -> list[dict[str, Any]]:
-    """The rows that ``script --rank`` writes on a bed of its own, each with the depth of the bed's
-    token buckets. Exits where the ranks failed."""
+    """The rows that ``script --rank`` writes on a bed of its own, with ``each`` ranks on a host,
+    and the depth of the bed's token buckets with each row. Exits where the ranks failed."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name, Bed(hosts, mbit_s) as bed:
         folder, over = Path(name), threading.Event()
         watcher = threading.Thread(target=_serve_rates, args=(bed, folder, over), daemon=True)
         watcher.start()
         try:
             program = [script, "--rank", json.dumps({**asked, "folder": name})]
-            done = bed.launch(program, timeout_s=LIMIT_S)
+            done = bed.launch(program, timeout_s=LIMIT_S, nproc=each)
         finally:
             over.set()
             watcher.join()

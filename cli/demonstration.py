@@ -21,7 +21,7 @@ from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import Record, Seconds, save
 from ..planner.schema.report import RunReport
 from ..planner.solve.evaluate import make_plan
-from .render.comparisons import measured_rows, verification_table
+from .render.comparisons import SURPRISING, measured_rows, verification_table
 from .render.documents import cluster_table, decision_table, gain, prediction_table, units_table
 from .render.table import filled_table
 
@@ -110,6 +110,8 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> D
         rows.append((f"{title}: test accuracy", "", _percent(run), ""))
     headings = ("", "predicted", "measured", "ratio")
     say(filled_table(f"{TARGET} on {RANKS} ranks, {STEPS} steps", headings, rows))
+    if any(run.surprising for run in runs):
+        say(SURPRISING)
     # Judged at the end, when all files are kept: they show what went wrong.
     if not verification.passed:
         raise RunError(f"training under the plan differs from one process's: see {kept}")

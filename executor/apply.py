@@ -138,10 +138,14 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
         sharded |= both if unit.exchange in SHARDING else set()
         fully_sharded |= both if unit.exchange == "fully_sharded" else set()
     parts = {unit.layout for unit in subset_units(plan)}
+    by_host = {
+        (unit.layout.degree, unit.peers_per_host) for unit in plan.units if unit.peers_per_host > 1
+    }
     crossing = any(leaves_to_other_division(unit, rest) for unit, rest in divided(plan))
     world = make_world(
-        plan.placement, degrees, device, limit, sharded, fully_sharded, parts, crossing=crossing
-    )
+        plan.placement, degrees, device, limit, sharded, fully_sharded, parts, by_host,
+        crossing=crossing,
+    )  # fmt: skip
     return Run(plan, world, Watchdog(world.rank, world.size, limit, run=next(_runs)), lossy)
 
 
@@ -325,8 +329,11 @@ def _grad_params(model: nn.Module, run: Run, shards: ModelShards) -> list[GradPa
         )
         if unit is not None:
             policy = run.plan.units[unit]
+            # What a divided unit has whole is exchanged among all ranks, as any.
+            own = layout is None and degree == policy.layout.degree
             param = replace(
                 param,
+                hosts=run.world.hosts.get((degree, policy.peers_per_host)) if own else None,
                 exchange=policy.exchange,
                 ratio=policy.exchange_ratio,
                 feedback=policy.feedback,

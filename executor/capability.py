@@ -5,7 +5,7 @@ from ..planner.schema.capability import Capability
 # A unit takes all ranks or a part of them that lie together, keeps, recomputes or offloads its
 # feature maps (offload where the device has memory of its own), and exchanges its gradients in
 # buckets, or in slices by priority; by priority it can also shard them among ranks, leave some of
-# them for later, or apply and free them in backward.
+# them for later, apply and free them in backward, or add them up on each host first.
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep", "recompute", "offload"),
@@ -20,4 +20,5 @@ CAPABILITY = Capability(
     wire=("exact", "bf16"),
     idle_exchange=("dense", "sharded"),
     idle_release=False,
+    by_host=True,
 )

@@ -119,6 +119,12 @@ def comparison_tables(found: Comparison, first: str, second: str) -> list[Table 
     return parts
 
 
+SURPRISING = (
+    "The step lies outside of what was expected nine times in ten: was other work on the machines, "
+    "when profiling or now? If not, calibrate corrects the profile and the cluster by this run."
+)
+
+
 def measured_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
     """(what, predicted, measured, measured over predicted) as texts."""
     rows = []
@@ -176,10 +182,7 @@ def measured_table(report: RunReport) -> Table:
     headings = ("", "predicted", "measured", "ratio")
     table = filled_table(title, headings, measured_rows(report))
     if report.surprising:
-        table.caption = (
-            "The step lies outside of what was expected nine times in ten: was other work on the "
-            "machines, when profiling or now?"
-        )
+        table.caption = SURPRISING
         table.caption_justify = "left"
     return table
 

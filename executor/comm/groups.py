@@ -4,7 +4,7 @@
 # issue on one gloo group gave wrong sums without any error, and on one group nothing can overtake.
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -62,6 +62,16 @@ class Group:
 
 
 @dataclass(frozen=True)
+class HostGroups:
+    """The process groups of an exchange by host, one for each of its stages: those of this rank's
+    host who add gradients up, those in its place on all hosts, and its host's again to gather."""
+
+    adding: Group
+    across: Group
+    gathering: Group
+
+
+@dataclass(frozen=True)
 class World:
     """This rank's place among all, and the process groups that it belongs to.
 
@@ -76,6 +86,8 @@ class World:
     ``full_gradients[m]``  the same, if a unit is sharded     what a user asks of a sharded gradient
     ``unshards[m]``        the same, if it is fully sharded   parameters for a forward or backward
     ``crossings[span]``    those at a range of positions      samples from one layout to another
+    ``hosts[m, n]``        of those with the same shard, runs gradients that are added up on hosts
+                           of n, and those across the runs    before these exchange them
     ====================== ================================== ======================================
 
     m is a degree. Layouts that leave positions idle have groups of their own, under the layout; who
@@ -95,6 +107,7 @@ class World:
     full_gradients: dict[Place, Group] = field(default_factory=dict)
     unshards: dict[Place, Group] = field(default_factory=dict)
     crossings: dict[range, Group] = field(default_factory=dict)
+    hosts: dict[tuple[int, int], HostGroups] = field(default_factory=dict)
 
     def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:
         """Reorders what is listed by rank."""
@@ -109,12 +122,14 @@ def make_world(
     sharded: Collection[Place] = (),
     fully_sharded: Collection[Place] = (),
     subsets: Iterable[Layout] = (),
+    by_host: Iterable[tuple[int, int]] = (),
     *,
     crossing: bool = False,
 ) -> World:
     """Creates the groups for layouts of ``degrees`` and for ``subsets``, layouts that leave ranks
     idle, for tensors on ``device``; with ``crossing`` also one for what goes straight from one
-    division to another. Collective over all ranks.
+    division to another. ``by_host`` are (degree, peers on a host) of gradients that are exchanged
+    by host, on gloo. Collective over all ranks.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     limit = timedelta(seconds=timeout_s + GRACE_S)
@@ -142,6 +157,10 @@ def make_world(
             world.full_gradients[place] = make(f"full gradients{told}", same)
         if place in fully_sharded:
             world.unshards[place] = make(f"unshards{told}", same)
+    for degree, each in sorted(by_host):
+        if not world.gradients[degree].on_stream:
+            layout = Layout(groups=size // degree, degree=degree)
+            world.hosts[degree, each] = _host_groups(make, layout, each, placement)
     if crossing:
         world.crossings[range(size)] = make("redistribution", everyone)
     for layout in subset_layouts:
@@ -149,6 +168,26 @@ def make_world(
             if span not in world.crossings:
                 world.crossings[span] = make("redistribution in parts", [span])
     return world
+
+
+def _host_groups(
+    make: Callable[..., Group], layout: Layout, each: int, placement: Sequence[int]
+) -> HostGroups:
+    """Those of this rank, for a layout's peers in runs of ``each``."""
+    inside, across = [], []
+    for member in range(layout.degree):
+        peers = list(layout.peers(member))
+        # In the order in which torch numbers ranks, which is that of their parts.
+        runs = [
+            sorted(peers[i : i + each], key=placement.__getitem__)
+            for i in range(0, len(peers), each)
+        ]
+        inside += runs
+        across += [list(places) for places in zip(*runs, strict=True)]
+    told = f" by host {layout.degree}"
+    return HostGroups(
+        make(f"sums{told}", inside), make(f"across{told}", across), make(f"parts{told}", inside)
+    )
 
 
 def flat(layout: Layout) -> Layout:

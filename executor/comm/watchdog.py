@@ -4,12 +4,17 @@ Each rank posts its place to the key-value store of the process group: a rank th
 cannot answer, but its last post can.
 """
 
+from __future__ import annotations
+
 import atexit
+import copy
 import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
@@ -110,16 +115,36 @@ class Watchdog:
         if group.on_stream:
             work.wait()  # the stream waits and not the host: it returns at once
         else:
-            goes_on = self.on_wait() if self.on_wait is not None else None
-            try:
+            with self._held():
                 self._wait_on_host(work, group, doing)
-            finally:
-                if goes_on is not None:
-                    goes_on()
         # What other ranks have issued in its place is known now, and its result is not used yet.
         if self._log is not None:
             self._log.compared(group)
         return time.perf_counter() - start
+
+    def wait_for(self, done: Future[None]) -> float:
+        """Waits for what another thread does, whose waits have their limits, and returns the
+        seconds that it took. Raises what that thread has raised."""
+        start = time.perf_counter()
+        with self._held():
+            done.result()
+        return time.perf_counter() - start
+
+    def beside(self) -> Watchdog:
+        """One for another thread, whose waits do not hold the thread that trains."""
+        other = copy.copy(self)
+        other.on_wait = other._log = None
+        return other
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """While this rank waits on the host."""
+        goes_on = self.on_wait() if self.on_wait is not None else None
+        try:
+            yield
+        finally:
+            if goes_on is not None:
+                goes_on()
 
     def _wait_on_host(self, work: dist.Work, group: Group, doing: str) -> None:
         start = time.monotonic()

@@ -8,11 +8,13 @@
 import atexit
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -48,6 +50,42 @@ def with_current_modes(work: Callable[[], None]) -> Callable[[], None]:
             work()
 
     return run
+
+
+class IssueQueue:
+    """Runs pieces of work in the order in which they are submitted: at once, or in a thread of that
+    name that ends when there is nothing left to do."""
+
+    # One thread at a time issues on a process group, or their order could differ between ranks: the
+    # one that trains, or one that waits in its stead.
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._running = False
+
+    def submit(self, work: Callable[[], None], *, in_thread: bool) -> None:
+        """Does it now unless ``in_thread``, or others have to be done first."""
+        with self._lock:
+            start = not self._running
+            if self._running or in_thread:
+                self._waiting.append(with_current_modes(work))
+                self._running = True
+        if start and in_thread:
+            spawn(self._name, self._run)
+        elif start:
+            work()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._running = False
+                    return
+                work = self._waiting.popleft()
+            with torch.no_grad():
+                work()
 
 
 def finish_all(limit_s: float) -> None:

@@ -19,7 +19,7 @@ from ...planner.schema.layout import Layout
 from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy, WireFormat
 from ...planner.simulate import slicing
 from ...planner.simulate.slicing import GradientSize
-from ..comm.groups import Group
+from ..comm.groups import Group, HostGroups
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
 from .flat_shard import Channels, in_one_piece
@@ -58,6 +58,8 @@ class GradParam:
     """Whether this rank is one of those, and has nothing of it."""
     parts: int | None = None
     """How many parts of it the members of a divided one share out, its elements by default."""
+    hosts: HostGroups | None = None
+    """Where it is added up on each host first: through which groups."""
     divisor: float = 1.0
     """What a gradient is divided by before it is averaged over the peers, so that the result is the
     average over all ranks."""
@@ -67,8 +69,9 @@ class GradParam:
         # Parameters of one kind can travel together.
         layout = self.layout or Layout(groups=self.group.size, degree=self.degree)
         sent = message_kind(
-            layout, self.exchange, self.ratio, self.wire, early_release=self.released
-        )
+            layout, self.exchange, self.ratio, self.wire,
+            self.hosts.adding.size if self.hosts else 1, early_release=self.released,
+        )  # fmt: skip
         return sent, self.parameter.dtype, self.parameter.device
 
     @property

@@ -15,6 +15,8 @@ ends. The library then carries them in that order, while the next forward waits 
 #   hooks of parameters, from ``foresee`` and from ``end``; buckets in their order, from the same
 #   places. Nobody else, so all of a step's slices have been issued when backward is over, and a
 #   rank can wait for its parameters (to save them, say) without any other rank's help;
+# - gradients that are added up on hosts first (``World.hosts``): an ``IssueQueue`` for each stage
+#   ([Note: The three stages of a slice] in by_host.py);
 # - redistributions, what crosses between layouts, buffers and batch statistics
 #   (``World.redistribution``, ``crossings``, ``statistics``): the thread that trains or runs
 #   backward, in the order of the model's own operations. The same groups carry, outside of
@@ -45,11 +47,11 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.schema.errors import RunError
-from ...planner.schema.plan import ExchangePolicy
 from ..comm.control import Control
-from ..comm.groups import Group
+from ..comm.groups import Group, HostGroups
 from ..comm.watchdog import Watchdog
 from .buckets import Exchange, GradParam, Votes
+from .by_host import HostGradGroup, Stages
 from .dropping import DroppedGradGroup, Dropping
 from .feedback import Lossy, hand_over
 from .flat_shard import ShardedGradient
@@ -63,15 +65,16 @@ from .slices import GradGroup, as_sent, make_grad_groups
 from .topk import SparseGradient, TopkGradGroup, TopkState, make_dense
 from .unshard import UnshardManager
 
-GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
+GROUP_CLASSES: Mapping[str, type[GradGroup]] = {
     "dense": GradGroup,
     "sharded": ShardedGradGroup,
     "fully_sharded": FullyShardedGradGroup,
     "dropped": DroppedGradGroup,
     "topk": TopkGradGroup,
     "int8": Int8GradGroup,
+    "by_host": HostGradGroup,
 }
-"""Which class carries out an exchange policy: the place to add one."""
+"""Which class carries out an exchange policy, or a dense exchange by host: the place to add one."""
 
 
 Policy = Dropping | TopkState
@@ -112,6 +115,11 @@ class PriorityExchange(Exchange):
         self.group_of = {
             param: grad_group for grad_group in self.grad_groups for param in grad_group.params
         }
+        stages: dict[HostGroups, Stages] = {}
+        for group in self.grad_groups:
+            if isinstance(group, HostGradGroup):
+                hosts = group.slices[0].hosts
+                group.carried_by(stages.setdefault(hosts, Stages(watch)))
         self.release = Release(self.grad_groups)
         self._waited_s = 0.0
         self._orders = SendOrder(orders, self.grad_groups, control)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.cost.collectives import ring_bytes
-from ...planner.schema.plan import SHARDING, ExchangePolicy
+from ...planner.schema.plan import SHARDING
 from ...planner.simulate import slicing
 from ...planner.simulate.slicing import GradientSize, SliceSpec
 from ..comm.buffers import alias_for_comm, release_comm_buffers
@@ -74,8 +74,13 @@ class Slice:
             self._wire = flats[0][self.elements]
         self._arrived = False
         if group.handle is not None and self._wire.numel():
-            self._comm_tensors = [alias_for_comm(encode(self._wire, self.params[0].wire_dtype))]
-            self.work = dist.all_reduce(self._comm_tensors[0], group=group.handle, async_op=True)
+            self.start(self._wire)
+
+    def start(self, wire: Tensor) -> None:
+        """Starts to make the sum of ``wire`` in its place."""
+        self._comm_tensors = [alias_for_comm(encode(wire, self.params[0].wire_dtype))]
+        handle = self.params[0].group.handle
+        self.work = dist.all_reduce(self._comm_tensors[0], group=handle, async_op=True)
 
     @property
     def is_completed(self) -> bool:
@@ -87,15 +92,21 @@ class Slice:
         """Waits, and turns the sum into the average. Returns the seconds waited."""
         if self._arrived:
             return 0.0
+        waited = self.wait_for_average(watch, doing)
+        assert self._wire is not None
+        if len(self.params) > 1:
+            flats = [flat(gradients[param]) for param in self.params]
+            torch._foreach_copy_(flats, torch.split(self._wire, [f.numel() for f in flats]))
+        self._finish()
+        return waited
+
+    def wait_for_average(self, watch: Watchdog, doing: str) -> float:
+        """Waits until the average stands where the message was. Returns the seconds waited."""
         assert self._wire is not None
         group = self.params[0].group
         waited = watch.wait(self.work, group, doing)
         if group.handle is not None:
             decode(self._wire, self.params[0].wire_dtype, group.size)
-        if len(self.params) > 1:
-            flats = [flat(gradients[param]) for param in self.params]
-            torch._foreach_copy_(flats, torch.split(self._wire, [f.numel() for f in flats]))
-        self._finish()
         return waited
 
     def _finish(self) -> None:
@@ -274,7 +285,7 @@ class AbsentGradGroup(GradGroup):
 def make_grad_groups(
     params: Iterable[GradParam],
     message_bytes: int,
-    kinds: Mapping[ExchangePolicy, type[GradGroup]] = MappingProxyType({"dense": GradGroup}),
+    kinds: Mapping[str, type[GradGroup]] = MappingProxyType({"dense": GradGroup}),
 ) -> list[GradGroup]:
     """The groups in forward order, each with its parameters in the order of backward, as the
     planner packs them; ``kinds`` says which class carries out a policy."""
@@ -289,6 +300,8 @@ def make_grad_groups(
             kind = AbsentGradGroup
         elif first.group.handle is None:
             kind = GradGroup  # where nothing travels, nothing is saved by leaving it behind
+        elif first.hosts is not None:
+            kind = kinds["by_host"]
         found.append(kind(mine[-1].unit, mine, message_bytes))
     return sorted(found, key=lambda grad_group: grad_group.unit)
 

@@ -12,8 +12,7 @@ them until the next unit's turn."""
 # complete, or when that backward is over. All ranks must unshard the units in one order, as each
 # time is collective; votes at the end of backward compare ``order_digest``.
 
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,7 @@ from torch.autograd import Variable
 
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
-from ..comm.worker_threads import spawn, with_current_modes
+from ..comm.worker_threads import IssueQueue
 from .buckets import GradParam
 from .fully_sharded import FullyShardedGradGroup
 from .pending import PendingParam, resume, suspend, weakly
@@ -51,7 +50,7 @@ class UnshardManager:
         self.grad_groups = tuple(grad_groups)
         self.waited_s = 0.0
         self._watch, self._issued, self._finish_step = watch, issued, finish_step
-        self._issue_queue = IssueQueue()
+        self._issue_queue = IssueQueue("meshwright unshard")
         self._in_forward = self._forward_has_grad = False
         self._backward = -1
         """The backward that is going on, as autograd numbers them."""
@@ -303,42 +302,6 @@ class UnshardManager:
             if grad_group.pipeline is not None:
                 self._finish_step(grad_group)
             self._reshard(grad_group)
-
-
-class IssueQueue:
-    """Runs pieces of work in the order in which they are submitted: at once, or in a thread that
-    ends when there is nothing left to do."""
-
-    # One thread at a time issues on the process group of unshards, or their order could differ
-    # between ranks: the one that trains, or while chunks still wait for their update, one that
-    # waits in its stead.
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._running = False
-
-    def submit(self, work: Callable[[], None], *, in_thread: bool) -> None:
-        """Does it now unless ``in_thread``, or others have to be done first."""
-        with self._lock:
-            start = not self._running
-            if self._running or in_thread:
-                self._waiting.append(with_current_modes(work))
-                self._running = True
-        if start and in_thread:
-            spawn("meshwright unshard", self._run)
-        elif start:
-            work()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._running = False
-                    return
-                work = self._waiting.popleft()
-            with torch.no_grad():
-                work()
 
 
 @contextmanager

@@ -132,6 +132,20 @@ def rings(fabric: Fabric, groups: Positions) -> Rings:
     return Rings(ranks, level, load, slowest, scale)
 
 
+def run_on_host(fabric: Fabric, groups: Positions) -> int:
+    """The length of the runs of neighbours on one host of which all ``groups`` consist, the hosts
+    of a group's runs being different ones; 1 where there are no such runs, or one run only."""
+    nodes = fabric.node_of[groups]
+    first = nodes[0]
+    length = int((first != first[0]).argmax())  # 0 where all are on one host
+    if length < 2 or nodes.shape[1] % length:
+        return 1
+    runs = nodes.reshape(len(nodes), -1, length)
+    alike = bool((runs == runs[:, :, :1]).all())
+    apart = all(len(set(row)) == len(row) for row in runs[:, :, 0].tolist())
+    return length if alike and apart else 1
+
+
 def _steps_and_share(collective: Collective, ranks: int) -> tuple[int, float]:
     """The last two columns of the table at the top."""
     if collective == "p2p":

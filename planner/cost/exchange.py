@@ -4,11 +4,22 @@ from functools import cached_property
 from math import ceil, inf, prod
 from typing import NamedTuple
 
+import numpy as np
+
 from ..schema.layout import Layout
 from ..schema.options import Option, cuts
 from ..schema.plan import ExchangePolicy, WireFormat
 from ..schema.profile import ModelProfile, ParameterProfile
-from .collectives import Fabric, Rings, collective_s, groups_of, peers_of, ring_steps, rings
+from .collectives import (
+    Fabric,
+    Rings,
+    collective_s,
+    groups_of,
+    peers_of,
+    ring_steps,
+    rings,
+    run_on_host,
+)
 from .compute import shard_bytes
 from .step_time import LINKS, OnLink
 from .structure import Structure
@@ -42,12 +53,16 @@ def message_kind(
     exchange: ExchangePolicy,
     ratio: float,
     wire: WireFormat = "exact",
+    peers_per_host: int = 1,
     *,
     early_release: bool,
 ) -> Option:
     """What gradients have in common that may share a message: the layout among whose groups they
     are averaged, and how. The executor tells types and devices apart besides."""
-    return Option(layout, exchange=exchange, ratio=ratio, wire=wire, early_release=early_release)
+    return Option(
+        layout, exchange=exchange, ratio=ratio, wire=wire, peers_per_host=peers_per_host,
+        early_release=early_release,
+    )  # fmt: skip
 
 
 class Gradient(NamedTuple):
@@ -67,6 +82,14 @@ class Gradient(NamedTuple):
     whole: bool
 
 
+class ByHost(NamedTuple):
+    """The rings of an exchange by host: among the peers on each host, and of those in the same
+    place on all hosts."""
+
+    inside: Rings
+    across: Rings
+
+
 class Exchanges(Structure):
     """The gradient exchange of a profile's units over a fabric. Messages are buckets of at most
     ``message_bytes``, or with ``sliced`` slices of at most that, unit by unit. Parameters that are
@@ -84,7 +107,8 @@ class Exchanges(Structure):
         self.fabric, self.micro_batches = fabric, micro_batches
         self.message_bytes, self.sliced = message_bytes, sliced
         self._gradients: dict[tuple[int, Option], tuple[Gradient, ...]] = {}
-        self._exchanges: dict[tuple[Layout, str, str, float], OnLink] = {}
+        self._exchanges: dict[tuple[Layout, str, str, int, float], OnLink] = {}
+        self._by_host: dict[tuple[Layout, int], ByHost] = {}
         self._rings: dict[tuple[Layout, str], Rings] = {}
 
     def gradients(self, k: int, option: Option) -> tuple[Gradient, ...]:
@@ -97,13 +121,14 @@ class Exchanges(Structure):
         return self._gradients[key]
 
     def _gradient(self, k: int, option: Option, parameter: ParameterProfile) -> Gradient:
-        unit, layout = self.profile.units[k], option.layout
+        unit, layout, each = self.profile.units[k], option.layout, option.peers_per_host
         if layout.degree > 1 and cuts(unit, option)[parameter.shared] is None:
             # What a style leaves whole is the same on all members: they are peers of each other.
-            layout = Layout(groups=layout.size, degree=1, first=layout.first)
+            layout, each = Layout(groups=layout.size, degree=1, first=layout.first), 1
         kind = message_kind(
-            layout, option.exchange, option.ratio, option.wire, early_release=option.early_release
-        )
+            layout, option.exchange, option.ratio, option.wire, each,
+            early_release=option.early_release,
+        )  # fmt: skip
         shape = parameter.shape
         whole = sent_whole(len(shape), prod(shape), of_norm=unit.kind == "norm")
         size = shard_bytes(unit, option.style, option.layout.degree, (parameter,))
@@ -144,10 +169,13 @@ class Exchanges(Structure):
         return ceil(option.ratio * trained_bytes) if option.lossy else trained_bytes
 
     def exchange(self, option: Option, payload_bytes: float) -> OnLink:
-        """The exchange of a payload over the groups, all members' at the same time: an all-reduce;
-        a reduce-scatter and an all-gather where it is sharded, and where parameters are too an
-        all-gather before each forward and each backward; an all-gather of what was chosen."""
-        key = (option.layout, option.exchange, option.wire, payload_bytes)
+        """The exchange of a payload over the groups, all members' at the same time: an all-reduce,
+        by host where ``peers_per_host`` says so; a reduce-scatter and an all-gather where it is
+        sharded, and where parameters are too an all-gather before each forward and each backward;
+        an all-gather of what was chosen."""
+        key = (
+            option.layout, option.exchange, option.wire, option.peers_per_host, payload_bytes,
+        )  # fmt: skip
         if key not in self._exchanges:
             self._exchanges[key] = self._exchange(option, payload_bytes)
         return self._exchanges[key]
@@ -164,8 +192,53 @@ class Exchanges(Structure):
             seconds = collective_s(self.fabric, ring, "reduce_scatter", sent_bytes)
             seconds += gathers * collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, part * (sent_bytes + gathers * payload_bytes))
+        if option.peers_per_host > 1:
+            return self._by_host_exchange(option, payload_bytes)
         seconds = collective_s(self.fabric, ring, "all_reduce", sent_bytes)
         return OnLink(seconds, link, ring_steps("all_reduce", ring.ranks) / ring.ranks * sent_bytes)
+
+    def _by_host_exchange(self, option: Option, payload_bytes: float) -> OnLink:
+        """Peers on a host reduce-scatter a payload among them, all-reduce each its part with those
+        of other hosts, and gather the sums."""
+        inside, across = self.by_host(option.layout, option.peers_per_host)
+        part_bytes = payload_bytes / inside.ranks * self.wire_share(option.wire)
+        across_s = collective_s(self.fabric, across, "all_reduce", part_bytes)
+        inside_s = sum(
+            collective_s(self.fabric, inside, name, payload_bytes)
+            for name in ("reduce_scatter", "all_gather")
+        )
+        sent = 2 * ring_steps("all_gather", inside.ranks) / inside.ranks * payload_bytes
+        sent += ring_steps("all_reduce", across.ranks) / across.ranks * part_bytes
+        # What slices do inside hosts lies beside the crossing of others: the longer one counts.
+        return OnLink(max(across_s, inside_s), LINKS.index(across.level), sent)
+
+    def by_host(self, layout: Layout, peers_per_host: int) -> ByHost:
+        """The rings of peers inside hosts, and of those in one place of each host."""
+        key = (layout, peers_per_host)
+        if key not in self._by_host:
+            rows = peers_of(layout)
+            placed = rows.reshape(len(rows), -1, peers_per_host)
+            across = np.ascontiguousarray(placed.swapaxes(1, 2)).reshape(-1, placed.shape[1])
+            self._by_host[key] = ByHost(
+                rings(self.fabric, placed.reshape(-1, peers_per_host)), rings(self.fabric, across)
+            )
+        return self._by_host[key]
+
+    def peers_per_host(self, option: Option) -> int:
+        """How many peers on one host should add up a dense gradient before hosts exchange it; 1
+        where that cannot be or is predicted to take as long."""
+        layout = option.layout
+        cluster = self.fabric.cluster
+        if not self.sliced or layout.size < cluster.world_size or cluster.on_gpus:
+            return 1
+        each = run_on_host(self.fabric, peers_of(layout))
+        if each == 1:
+            return 1
+        flat, by_host = (
+            self.exchange(option._replace(exchange="dense", peers_per_host=n), self.message_bytes)
+            for n in (1, each)
+        )
+        return each if by_host.seconds < flat.seconds else 1
 
     @property
     def int8_share(self) -> float:

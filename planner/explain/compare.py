@@ -86,6 +86,7 @@ def policy_words(one: UnitPlan | Alternative | UnitExplanation) -> list[str]:
     if one.exchange != "dense":
         words.append(f"{one.exchange} {one.exchange_ratio:g}" if lossy else one.exchange)
     words += [one.wire] if one.wire != "exact" else []
+    words += ["by host"] if one.peers_per_host > 1 else []
     words += [one.feedback] if one.feedback != "residual" else []
     return words
 

@@ -38,7 +38,7 @@ from ..schema.plan import (
     WireFormat,
 )
 from ..schema.profile import ModelProfile
-from ..schema.record import Bytes, Index, Record, Seconds
+from ..schema.record import Bytes, Count, Index, Record, Seconds
 from ..simulate.events import gaps
 from ..simulate.schedule import COMPUTE
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
@@ -98,6 +98,7 @@ class Alternative(Record, frozen=True, kw_only=True):
     early_release: bool = False
     feedback: FeedbackPolicy = "residual"
     wire: WireFormat = "exact"
+    peers_per_host: Count = 1
     step_s: Seconds
     gpu_seconds: Seconds
     peak_bytes: Bytes
@@ -150,6 +151,7 @@ class UnitExplanation(Record, frozen=True, kw_only=True):
     early_release: bool = False
     feedback: FeedbackPolicy = "residual"
     wire: WireFormat = "exact"
+    peers_per_host: Count = 1
     forward_s: Seconds
     backward_s: Seconds
     redistribute_s: Seconds

@@ -5,6 +5,7 @@ slices are sent from where they lie; what is packed, received or put in another 
 of its own. Per parameter, with P its shard's bytes and G peers:
 
     dense     P where it is packed with others (small ones)
+              By host besides for two slices, one in each stage, while the unit's leave
     sharded   P (G - 1)/G received from peers; as much that is sent, and one's own P/G, take the
               gradient's place before anything is received. Rounded to travel, both are smaller
               by the same share, and what is sent leaves a part of the gradient's place free

@@ -171,7 +171,8 @@ class MemoryModel:
         part: UnshardedBytes,
     ) -> float:
         """What there is besides as the unit's gradients leave, where that takes anything."""
-        plain = option.exchange == "dense" and not option.early_release
+        by_host = option.peers_per_host > 1
+        plain = option.exchange == "dense" and not option.early_release and not by_host
         if plain or not self.model.sliced:
             return 0.0
         taken = moment
@@ -186,6 +187,9 @@ class MemoryModel:
             # elements, before anything is received.
             own = 1 / option.layout.groups
             taken += trained * (own + (1 - own) * (1 - self.model.wire_share(option.wire)))
+        elif by_host:
+            # One slice is added up and one put together, each in a buffer of its size.
+            taken += 2 * min(trained, self.model.message_bytes)
         return taken + self.model.passing_bytes[k] * samples
 
     def own_input_bytes(self, k: int, option: Option, samples: int | None) -> float:

@@ -13,7 +13,8 @@ class Capability(Record, frozen=True, kw_only=True):
     ``branches`` such layouts at other positions than the first, ``priority`` the schedule by
     priority. ``in_buckets`` are the exchange policies that the barrier has as well,
     ``idle_exchange`` those of units that leave ranks idle; ``idle_release`` says whether such units
-    can have early release."""
+    can have early release, ``by_host`` whether gradients are added up on each host before hosts
+    exchange them."""
 
     styles: tuple[Style, ...]
     memory: tuple[MemoryPolicy, ...]
@@ -28,6 +29,7 @@ class Capability(Record, frozen=True, kw_only=True):
     wire: tuple[WireFormat, ...] = ("exact",)
     idle_exchange: tuple[ExchangePolicy, ...] = get_args(ExchangePolicy)
     idle_release: bool = True
+    by_host: bool = False
 
     def exchanges(self, *, sliced: bool) -> tuple[ExchangePolicy, ...]:
         """The exchange policies, with gradients in slices or in buckets."""
@@ -77,6 +79,21 @@ class Capability(Record, frozen=True, kw_only=True):
             )
         if unit.early_release and not self.early_release:
             return f"unit {unit.name!r} asks for early release of its gradients"
+        return self._refusal_by_host(unit, world_size) if unit.peers_per_host > 1 else None
+
+    def _refusal_by_host(self, unit: UnitPlan, world_size: int) -> str | None:
+        """Why this unit's gradients cannot be exchanged by host, or None."""
+        asks = f"unit {unit.name!r} asks for an exchange by host"
+        each, groups = unit.peers_per_host, unit.layout.groups
+        if not self.by_host:
+            return asks
+        if unit.exchange != "dense" or unit.early_release:
+            what = "early release" if unit.early_release else f"exchange {unit.exchange!r}"
+            return f"{asks} and for {what} at once"
+        if unit.layout.size < world_size:
+            return f"{asks} and leaves ranks idle (layout {unit.layout})"
+        if each >= groups or groups % each:
+            return f"{asks} with {each} of {groups} peers on each host"
         return None
 
     def refusals(self, plan: Plan) -> tuple[str, ...]:
@@ -109,6 +126,7 @@ EVERYTHING = Capability(
     branches=True,
     feedback=get_args(FeedbackPolicy),
     wire=get_args(WireFormat),
+    by_host=True,
 )
 
 # What is planned when no executor has stated what it can run.

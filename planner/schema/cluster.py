@@ -149,6 +149,11 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
         """All devices in rank order."""
         return tuple(d for n in self.nodes for d in n.devices)
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether devices have memory of their own, so that NCCL carries what they exchange."""
+        return any(not device.name.startswith("cpu") for device in self.devices)
+
     # Ranks are numbered through the nodes in order, as torchrun numbers them.
     @property
     def node_of_rank(self) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ class Option(NamedTuple):
     early_release: bool = False
     feedback: FeedbackPolicy = "residual"
     wire: WireFormat = "exact"
+    peers_per_host: int = 1
     segment: tuple[str, ...] = ()
     """As in ``UnitPlan``: its neighbours with the same modules here are recomputed with it."""
 

@@ -25,12 +25,14 @@ from .profile import FIXED_KINDS, ModelProfile
 
 STYLES: tuple[Style, ...] = get_args(Style)
 EARLY_RELEASE = "early-release"
+BY_HOST = "by-host"
 POLICIES: tuple[str, ...] = (
     *get_args(MemoryPolicy),
     *get_args(ExchangePolicy),
     *get_args(FeedbackPolicy),
     *get_args(WireFormat),
     EARLY_RELEASE,
+    BY_HOST,
 )
 # Policies that a unit falls back on: without them nothing would be left to plan.
 ALWAYS = ("keep", "dense", "residual", "exact")
@@ -111,6 +113,7 @@ def without(capability: Capability, policies: Sequence[str]) -> Capability:
         early_release=capability.early_release and EARLY_RELEASE not in policies,
         feedback=tuple(f for f in capability.feedback if f not in policies),
         wire=tuple(w for w in capability.wire if w not in policies),
+        by_host=capability.by_host and BY_HOST not in policies,
     )
 
 

@@ -35,6 +35,8 @@ class UnitPlan(Record, frozen=True, kw_only=True):
     Seconds are of one micro-batch; ``exchange_s`` is of one step. ``blocking_s`` is what the unit
     waits for: redistribution at its input and the collectives inside it, both ways.
     ``batched_inputs`` and ``batch_dims`` as in ``UnitProfile``: what is redistributed at entry.
+    ``peers_per_host``, where it is above 1, are those on one host among the ranks that exchange its
+    gradients: they add these up first, and hosts exchange the sums.
     ``segment``, where it is not empty, names modules called one after another that contain this
     unit and its neighbours with the same ``segment``: these are recomputed together, from the
     segment's input.
@@ -53,6 +55,7 @@ class UnitPlan(Record, frozen=True, kw_only=True):
     exchange: ExchangePolicy = "dense"
     exchange_ratio: float = 1.0
     wire: WireFormat = "exact"
+    peers_per_host: Count = 1
     feedback: FeedbackPolicy = "residual"
     parameter_bytes: Bytes = 0
     forward_s: Seconds = 0.0

@@ -97,7 +97,8 @@ def exchange_options(
     options = (base, *(_exchanges(model, k, base, capability) if exchanged else ()))
     rounded = tuple(_rounded(model, k, options, capability)) if exchanged else ()
     for option in (*options, *rounded):
-        for early in (False, True) if releases and not option.shards else (False,):
+        may_release = releases and not option.shards and option.peers_per_host == 1
+        for early in (False, True) if may_release else (False,):
             if capability.suits(base.layout, model.world_size, option.exchange, early):
                 yield option._replace(early_release=early)
 
@@ -110,6 +111,8 @@ def _exchanges(model: CostModel, k: int, base: Option, capability: Capability) -
         yield base._replace(exchange="sharded")
     if may_gather(model, capability):
         yield base._replace(exchange="fully_sharded")
+    if capability.by_host and (each := model.peers_per_host(base)) > 1:
+        yield base._replace(peers_per_host=each)
     yield from _lossy_exchanges(model, k, base, capability)
 
 

@@ -330,6 +330,7 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
         exchange=option.exchange,
         exchange_ratio=option.ratio,
         wire=option.wire,
+        peers_per_host=option.peers_per_host,
         feedback=option.feedback,
         parameter_bytes=sum(p.bytes for p in done.model.owned[k]),
         forward_s=float(chain.forward_s[k]),
@@ -351,6 +352,7 @@ def decisions_of(plan: Plan) -> Decisions:
             early_release=unit.early_release,
             feedback=unit.feedback,
             wire=unit.wire,
+            peers_per_host=unit.peers_per_host,
             segment=unit.segment,
         )
         for unit in plan.units

@@ -377,5 +377,5 @@ class OptionTable:
 
 def _exchange_of(option: Option) -> Policy:
     """The fields of an option that are about its exchange."""
-    names = ("exchange", "ratio", "early_release", "feedback", "wire")
+    names = ("exchange", "ratio", "early_release", "feedback", "wire", "peers_per_host")
     return tuple((name, getattr(option, name)) for name in names)

@@ -57,6 +57,21 @@ def agree(solver, made, found):
     return result
 
 
+def on_cpus(made):
+    """The problem on hosts of CPUs, which may add gradients up before they exchange them."""
+    nodes = tuple(
+        msgspec.structs.replace(
+            node, devices=tuple(msgspec.structs.replace(d, name="cpu") for d in node.devices)
+        )
+        for node in made.cluster.nodes
+    )
+    return replace(
+        made,
+        cluster=msgspec.structs.replace(made.cluster, nodes=nodes),
+        capability=msgspec.structs.replace(made.capability, by_host=True),
+    )
+
+
 @pytest.mark.parametrize("solver", ["auto", *solvers()])
 @pytest.mark.parametrize("seed", QUICK)
 def test_solvers_against_brute_force(seed, solver):
@@ -64,6 +79,15 @@ def test_solvers_against_brute_force(seed, solver):
     found = best(made)
     if solver == "heuristic" and not found.decisions:
         pytest.skip("it looks for relaxations one by one, which takes long: tested elsewhere")
+    agree(solver, made, found)
+
+
+@pytest.mark.parametrize("solver", ["auto", *solvers()])
+@pytest.mark.parametrize("seed", [1, 3, 16, 20, 27, 30, 33, 80, 106, 121])
+def test_exchanges_by_host_against_brute_force(seed, solver):
+    made = on_cpus(problem(seed, most=3_000))
+    found = best(made)
+    assert any(option.peers_per_host > 1 for option in found.decisions)
     agree(solver, made, found)
 
 
