@@ -179,18 +179,23 @@ def one_row(
     return row
 
 
+def _profiled(name: str, size: int) -> ModelProfile:
+    return profile(
+        fresh(name), batches=(max(size // 2, 1), size, 2 * size), degrees=(2,),
+        optimizers=("momentum",), budget_s=PROFILE_S,
+    )  # fmt: skip
+
+
 def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """All rows of one model. Collective."""
     name, size = asked["model"], asked["batch"]
     batch = own_batch(name, size)
     model = None
     if not asked["ablation"]:
-        model = rank_zero_decides(
-            lambda: profile(
-                fresh(name), batches=(max(size // 2, 1), size, 2 * size), degrees=(2,),
-                optimizers=("momentum",), budget_s=PROFILE_S,
-            )
-        )  # fmt: skip
+        # On every rank at once where ranks share a core, as they will in training.
+        alone = asked["each"] == 1 and dist.get_rank() > 0
+        own = None if alone else _profiled(name, size)
+        model = rank_zero_decides(lambda: own)
     clock = UnitClock(name)
     # Computing is measured anew for each ratio: a shared machine does not stay as quick as it was.
     for ratio in asked["ratios"]:
