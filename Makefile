@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Tests of a single process share the cores; those that start ranks have them for themselves.
 SINGLE := $(TEST) -n auto --dist loadfile tests/unit tests/property
-SEVERAL := $(TEST) tests/distributed tests/testbed
+SEVERAL := $(TEST) tests/distributed tests/gpu tests/testbed
 # What another Python or other versions of what we build on would break first.
 SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/cli tests/unit/test_imports.py tests/distributed/test_training.py
 

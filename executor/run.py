@@ -81,7 +81,12 @@ class Run:
     ) -> None:
         self.plan, self.world, self.watch = plan, world, watch
         self.lossy = lossy or Lossy()
-        self.orders = Orders(plan, urgent=by_urgency(unit.exchange for unit in plan.units))
+        # Where a wait does not hold the host, its clock tells nothing of links and gradients.
+        self.orders = Orders(
+            plan,
+            urgent=by_urgency(unit.exchange for unit in plan.units),
+            measured=not self.on_stream,
+        )
         self.control = Control(world, watch)
         self.meter = Meter()
         self.divided = any(unit.layout != data_parallel(world.size) for unit in plan.units)
@@ -124,6 +129,11 @@ class Run:
         self.flat_shards = {param.parameter: flat_shard_spec(param) for param in sharded}
         self._buffers = buffers
         self._watch_gradients()
+
+    @property
+    def on_stream(self) -> bool:
+        """Whether gradients travel on a device's streams."""
+        return any(group.on_stream for group in self.world.gradients.values())
 
     @property
     def gradients(self) -> GradientSynchroniser:
@@ -179,11 +189,9 @@ class Run:
 
     def _exchange_of(self, params: Sequence[GradParam]) -> Exchange:
         limit = self.plan.message_bytes
-        on_stream = any(g.on_stream for g in self.world.gradients.values())
-        # With NCCL, collectives of several groups must be launched in one order on all ranks, which
-        # gradients that leave in the midst of redistributions could break: there, where units are
-        # divided, they leave when backward is over.
-        eager = not (on_stream and self.divided)
+        # See [Note: One order on a device's streams] in gradients/priority.py.
+        idle = any(unit.layout.size < self.world.size for unit in self.plan.units)
+        eager = not (self.on_stream and idle)
         if self.plan.schedule == "barrier":
             buckets = make_buckets(params, limit)
             return BucketExchange(buckets, self.watch, eager=eager, issued=self.issued)

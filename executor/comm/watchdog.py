@@ -130,7 +130,7 @@ class Watchdog:
             done.result()
         return time.perf_counter() - start
 
-    def beside(self) -> Watchdog:
+    def for_thread(self) -> Watchdog:
         """One for another thread, whose waits do not hold the thread that trains."""
         other = copy.copy(self)
         other.on_wait = other._log = None

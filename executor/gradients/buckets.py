@@ -244,8 +244,8 @@ class BucketExchange(Exchange):
         self._waited_s = 0.0
         self._watch = watch
         self.bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
-        # Off on NCCL with divided units: collectives of several communicators must be launched in
-        # one order on all ranks, which buckets that leave in the midst of redistributions break.
+        # Off on NCCL where units leave ranks idle: see [Note: One order on a device's streams] in
+        # priority.py.
         self._eager = eager
         self._issued = issued
         self._next = 0

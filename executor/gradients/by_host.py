@@ -45,7 +45,7 @@ class Stages:
     """The threads that carry slices on through one set of process groups."""
 
     def __init__(self, watch: Watchdog) -> None:
-        self.watch = watch.beside()
+        self.watch = watch.for_thread()
         self.adding = IssueQueue("meshwright sums of a host")
         self.gathering = IssueQueue("meshwright sums of all hosts")
 
@@ -149,7 +149,7 @@ class HostGradGroup(GradGroup):
     slice_class = HostSlice
     slices: tuple[HostSlice, ...]
 
-    def carried_by(self, stages: Stages) -> None:
+    def go_through(self, stages: Stages) -> None:
         """Names the threads that its slices go through."""
         for one in self.slices:
             one.stages = stages

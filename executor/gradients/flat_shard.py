@@ -107,7 +107,7 @@ class FlatShardSpec:
 
     def _check_same(self) -> None:
         # All peers must ask for the same parameter, or what they send would be mixed up.
-        device = "cuda" if self.channels.full_gradients.on_stream else "cpu"
+        device = self.channels.full_gradients.device
         own = torch.tensor([digest(self.name)], dtype=torch.int64, device=device)
         names = [torch.empty_like(own) for _ in range(self.peers)]
         self._gather(names, own)

@@ -31,9 +31,18 @@ ends. The library then carries them in that order, while the next forward waits 
 #   thread that asks, which must then ask on all ranks;
 # - votes, agreements and forwards' headers: ``Control``, from the thread that trains.
 #
+# [Note: One order on a device's streams]
 # With NCCL, communicators share a device: collectives of several that wait for each other must be
-# launched in one order on all ranks. So there, with divided units, nothing leaves in the midst of a
-# backward (``eager`` off), as slices would mix with redistributions.
+# launched in one order on all ranks. Where every rank has every unit, all issue from the threads of
+# one graph that is the same on all of them, and autograd runs the same nodes in the same order: a
+# gradient is complete between the same two redistributions everywhere, and leaves there (a test
+# takes the orders of all ranks together and finds no circle). What a rank computes no gradient for
+# leaves when its backward is over, later than on others; kernels of several communicators run side
+# by side then, as they do wherever two dimensions of parallelism are combined.
+#
+# Where a unit leaves ranks idle, graphs differ: there nothing leaves in the midst of a backward
+# (``eager`` off). Nor do threads issue, and the order of slices stays the plan's: a clock of the
+# host sees waits that take no time.
 
 from __future__ import annotations
 
@@ -119,7 +128,7 @@ class PriorityExchange(Exchange):
         for group in self.grad_groups:
             if isinstance(group, HostGradGroup):
                 hosts = group.slices[0].hosts
-                group.carried_by(stages.setdefault(hosts, Stages(watch)))
+                group.go_through(stages.setdefault(hosts, Stages(watch)))
         self.release = Release(self.grad_groups)
         self._waited_s = 0.0
         self._orders = SendOrder(orders, self.grad_groups, control)

@@ -8,7 +8,6 @@ could wait for a rank that has gone.
 import atexit
 import os
 import statistics
-import time
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -17,12 +16,14 @@ import msgspec
 import torch
 from torch import nn
 
+from ...models.workload import device_of
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record, load, save
 from ...planner.schema.report import BackgroundFigures, Figures, RunReport, predicted_figures
 from ..background.protocol import State
 from ..comm.steps import after_each_step
 from ..parallel import run_of
+from .moments import Moment, now, seconds_between
 from .train import Measured
 
 # The file of the plan that ``auto_parallelize`` is to apply.
@@ -102,30 +103,32 @@ class _StepRecorder:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._run = run_of(model)
-        # (time, seconds waited in redistribution, seconds waited for gradients), each up to then.
-        self._seen: list[tuple[float, float, float]] = []
+        self._device = device_of(model)
+        # (moment, seconds waited in redistribution, seconds waited for gradients), each up to then.
+        self._seen: list[tuple[Moment, float, float]] = []
         after_each_step(model.parameters(), optimizer, self._stepped)
 
     def _stepped(self, _: torch.optim.Optimizer) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            if len(self._seen) == WARM_UP:
-                torch.cuda.reset_peak_memory_stats()
+        if self._device.type == "cuda" and len(self._seen) == WARM_UP:
+            torch.cuda.reset_peak_memory_stats(self._device)
         waited_s = self._run.meter.seconds, self._run.gradients.exposed_s
-        self._seen.append((time.perf_counter(), *waited_s))
+        self._seen.append((now(self._device), *waited_s))
 
     def figures(self) -> RankFigures | None:
         """Medians over the steps after the warm-up; None where too few were made."""
         first = min(WARM_UP, max(len(self._seen) - 2, 0))  # of a short run the last step counts
         steps = [
-            [later - earlier for earlier, later in zip(before, after, strict=True)]
+            [
+                seconds_between(before[0], after[0]),
+                *(later - earlier for earlier, later in zip(before[1:], after[1:], strict=True)),
+            ]
             for before, after in pairwise(self._seen[first:])
         ]
         if not steps:
             return None
         step_s, blocking_s, exposed_s = map(statistics.median, zip(*steps, strict=True))
-        on_cpu = not torch.cuda.is_available()
-        peak = None if on_cpu else torch.cuda.max_memory_allocated()
+        on_cpu = self._device.type != "cuda"
+        peak = None if on_cpu else torch.cuda.max_memory_allocated(self._device)
         figures = Figures(
             step_s=step_s, blocking_s=blocking_s, exposed_s=exposed_s, peak_bytes=peak
         )

@@ -1,6 +1,7 @@
 """Training steps of a workload under a plan, and what they were measured to take."""
 
-import time
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from ..micro import micro_batches
 from ..optimizer.kinds import optimizer_for
 from ..parallel import is_parallel, run_of
 from ..run import Run
+from .moments import Moment, now, seconds_between
 
 # Steps that are not measured: the first allocate, open connections and fill caches.
 WARM_UP = 2
@@ -54,6 +56,30 @@ class Measured(Record, frozen=True, kw_only=True):
     peak_bytes: tuple[Bytes, ...]
     samples_per_s: float
     losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step that this rank has launched. On a device's streams it may still be going on."""
+
+    loss: Tensor
+    start: Moment
+    before_update: Moment
+    end: Moment
+    blocking_s: float
+    exposed_s: float
+    wire_bytes: int
+
+    def spent(self) -> Spent:
+        """Its figures. Waits until it is over."""
+        return Spent(
+            loss=float(self.loss),
+            step_s=seconds_between(self.start, self.end),
+            blocking_s=self.blocking_s,
+            exposed_s=self.exposed_s,
+            update_s=seconds_between(self.before_update, self.end),
+            wire_bytes=self.wire_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,19 +121,20 @@ def run_steps(
         apply(model, optimizer, plan)
     model.train()
     draw = draw or partial(_random, workload, plan.goal.batch)
-    step = partial(timed_step, workload, plan, optimizer=optimizer, scaler=scaler_for(workload))
+    step = partial(take_step, workload, plan, optimizer=optimizer, scaler=scaler_for(workload))
     taken = []
     for number in range(WARM_UP + steps):
         taken.append(step(draw(number)))
         progress(number + 1, WARM_UP + steps)
     last = draw(WARM_UP + steps)
     peak = _peak(workload, step, last, optimizer)
-    return _summary(run_of(model), plan, taken, peak, last.size)
+    spent = [one.spent() for one in taken]
+    return _summary(run_of(model), plan, spent, peak, last.size)
 
 
 def _peak(
     workload: Workload,
-    step: Callable[[Batch], Spent],
+    step: Callable[[Batch], object],
     batch: Batch,
     optimizer: torch.optim.Optimizer,
 ) -> int:
@@ -153,12 +180,23 @@ def timed_step(
     scaler: GradScaler | None = None,
 ) -> Spent:
     """``train_step`` with its figures, for this rank alone; with a ``scaler`` by its scaled
-    loss."""
+    loss. Waits until the device has made it."""
+    return take_step(workload, plan, batch, optimizer, scaler).spent()
+
+
+def take_step(
+    workload: Workload,
+    plan: Plan,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+    scaler: GradScaler | None = None,
+) -> Taken:
+    """The same without waiting for it."""
     run = run_of(workload.model)
     device = device_of(workload.model)
     mine = share_of(batch, run).to(device)
     blocking, exposed, sent = run.meter.seconds, run.gradients.exposed_s, run.meter.sent_bytes
-    start = _now(device)
+    start = now(device)
     # On the device: to read each loss would make the host wait for it.
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for part in micro_batches(workload.model, mine, plan.micro_batches):
@@ -166,20 +204,20 @@ def timed_step(
         (scaler.scale(value) if scaler else value).backward()  # type: ignore[no-untyped-call]
         if part.size:  # the mean over nothing is not a number
             loss += value.detach() * (part.size / batch.size)
-    before_update = _now(device)
+    before_update = now(device)
     if scaler is None:
         optimizer.step()
     else:
         scaler.step(optimizer)
         scaler.update()
     optimizer.zero_grad()
-    end = _now(device)
-    return Spent(
-        loss=float(loss),
-        step_s=end - start,
+    return Taken(
+        loss=loss,
+        start=start,
+        before_update=before_update,
+        end=now(device),
         blocking_s=run.meter.seconds - blocking,
         exposed_s=run.gradients.exposed_s - exposed,
-        update_s=end - before_update,
         wire_bytes=run.meter.sent_bytes - sent,
     )
 
@@ -220,12 +258,6 @@ def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[T
         yield from (value for value in state.values() if isinstance(value, Tensor))
     for group in _dropped_groups(run_of(workload.model)):
         yield from group.unsent()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # what was launched belongs to the time before
-    return time.perf_counter()
 
 
 def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) -> Measured:

@@ -116,7 +116,7 @@ class Bursts:
 
     def _broadcast(self, tensor: Tensor, position: int) -> None:
         group = self.world.crossings[range(self.world.size)]
-        on_device = tensor.cuda() if group.on_stream else tensor
+        on_device = tensor.to(group.device)
         doing = "the description of a unit's output"
         self._issued(doing, 0, group)
         source = self.world.placement[position]

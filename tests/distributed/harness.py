@@ -50,8 +50,8 @@ class RankError(AssertionError):
 class Ranks:
     """``size`` processes that run the same function at the same time."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self._calls = 0
         self._failed = False
         self._processes: list[Any] = []
@@ -119,7 +119,9 @@ class Ranks:
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True
+                target=_serve,
+                args=(rank, self.size, self._store.port, theirs, self.backend),
+                daemon=True,
             )
             with _one_thread():
                 process.start()
@@ -151,7 +153,7 @@ def _one_thread() -> Any:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str) -> None:
     import torch
     from torch.distributed import TCPStore
 
@@ -169,7 +171,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
         number, place, name, args, kwargs, fresh = pickle.loads(message)
         if fresh:
             _leave_groups()
-        answer = _answer(rank, size, store, number, _find(place, name), args, kwargs)
+        answer = _answer(rank, size, store, number, _find(place, name), args, kwargs, backend)
         pipe.send_bytes(pickle.dumps(answer))
 
 
@@ -188,6 +190,8 @@ def _find(place: str, name: str) -> Callable[..., Any]:
         spec = importlib.util.spec_from_file_location(key, place)
         assert spec is not None
         assert spec.loader is not None
+        if str(Path(place).parent) not in sys.path:
+            sys.path.insert(0, str(Path(place).parent))
         sys.modules[key] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[key])
         gc.collect()
@@ -196,7 +200,14 @@ def _find(place: str, name: str) -> Callable[..., Any]:
 
 
 def _answer(
-    rank: int, size: int, store: Any, number: int, function: Any, args: Any, kwargs: Any
+    rank: int,
+    size: int,
+    store: Any,
+    number: int,
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    backend: str,
 ) -> tuple[Any, str, str, str]:
     import torch
     import torch.distributed as dist
@@ -205,7 +216,7 @@ def _answer(
     if not dist.is_initialized():
         prefixed = dist.PrefixStore(f"call/{number}", store)
         dist.init_process_group(
-            "gloo", store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=30)
+            backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=30)
         )
     try:
         value = function(rank, *args, **kwargs)

@@ -1,0 +1,82 @@
+"""What a rank does before a test: its GPU, or groups that count as those of a device's streams; and
+a record of the collectives that it issues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import networkx as nx
+import torch
+import torch.distributed as dist
+from meshwright.executor.comm import groups
+from meshwright.executor.comm.groups import CONTROL_BACKEND, Group
+
+Issued = list[tuple[tuple[int, ...], str, int]]
+"""Collectives in the order in which a rank has issued them: the ranks, the name of the process
+group, and how many were issued there before."""
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+
+
+@contextmanager
+def on_streams() -> Iterator[torch.device]:
+    """Where tensors of the test are. On CPUs all groups but those for control are taken for groups
+    on streams; their waits hold the host all the same, as there is no stream that would wait."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+        yield torch.device("cuda", 0)
+        return
+    made = groups._make_group
+
+    def on_stream(*args: Any, **options: Any) -> Group:
+        found = made(*args, **options)
+        backend = args[6] if len(args) > 6 else options.get("backend")
+        return found if backend == CONTROL_BACKEND else replace(found, on_stream=True)
+
+    groups._make_group = on_stream
+    try:
+        yield torch.device("cpu")
+    finally:
+        groups._make_group = made
+
+
+@contextmanager
+def recorded() -> Iterator[Issued]:
+    """The collectives that this rank issues meanwhile, those for control left out."""
+    issued: Issued = []
+    counts: dict[str, int] = {}
+    before = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def noting(name: str) -> Any:
+        def issue(*args: Any, **options: Any) -> Any:
+            group = options.get("group")
+            if group is not None:
+                key = str(group.group_name)
+                counts[key] = counts.get(key, -1) + 1
+                issued.append((tuple(dist.get_process_group_ranks(group)), key, counts[key]))
+            return before[name](*args, **options)
+
+        return issue
+
+    for name in COLLECTIVES:
+        setattr(dist, name, noting(name))
+    try:
+        yield issued
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def check_one_order(rows: list[Issued]) -> None:
+    """Fails unless one order of all collectives is that of every rank among its own."""
+    graph = nx.DiGraph()
+    for row in rows:
+        nx.add_path(graph, row)
+    circle = (
+        next(iter(nx.simple_cycles(graph)), None)
+        if not nx.is_directed_acyclic_graph(graph)
+        else None
+    )
+    assert circle is None, f"ranks issue these in different orders: {circle}"
