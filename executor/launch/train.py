@@ -59,7 +59,7 @@ class Measured(Record, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Taken:
+class LaunchedStep:
     """A step that this rank has launched. On a device's streams it may still be going on."""
 
     loss: Tensor
@@ -190,7 +190,7 @@ def take_step(
     batch: Batch,
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler | None = None,
-) -> Taken:
+) -> LaunchedStep:
     """The same without waiting for it."""
     run = run_of(workload.model)
     device = device_of(workload.model)
@@ -211,7 +211,7 @@ def take_step(
         scaler.step(optimizer)
         scaler.update()
     optimizer.zero_grad()
-    return Taken(
+    return LaunchedStep(
         loss=loss,
         start=start,
         before_update=before_update,
