@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         auto_parallelize,
         calibrate,
         compare,
+        compare_losses,
         describe_cluster,
         explain,
         front,
@@ -48,8 +49,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     ".api": (
-        "advise auto_parallelize calibrate compare describe_cluster explain front launch "
-        "multiplex plan probe profile sizes verify"
+        "advise auto_parallelize calibrate compare compare_losses describe_cluster explain "
+        "front launch multiplex plan probe profile sizes verify"
     ),
     ".executor.launch.background": "Background",
     ".cli.demonstration": "demo",
@@ -88,6 +89,7 @@ __all__ = [
     "auto_parallelize",
     "calibrate",
     "compare",
+    "compare_losses",
     "demo",
     "describe_cluster",
     "exchange_state_dict",

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
+    from .executor.launch.losses import LossComparison
     from .executor.launch.progress import Step
     from .executor.launch.verify import Verification
     from .models.workload import Workload
@@ -411,13 +412,44 @@ def verify(
     if lossy:
         raise InputError(
             f"unit {lossy[0].name!r} leaves part of its gradient for later steps "
-            f"({lossy[0].exchange}), which one process does not: verify one without lossy exchange"
+            f"({lossy[0].exchange}), which one process does not: compare its loss with that of "
+            "exact gradients (verify --steps 50, compare_losses), or verify a plan without"
         )
     if batch is not None and batch < 1:
         raise InputError(f"a batch of {batch} cannot be compared: give at least 1")
     task = Task(name="verify", dtype=dtype, batch=batch, timeout_s=timeout_s)
     ranks = Ranks(nproc=plan.world_size, timeout_s=timeout_s)
     found = run_task(task, ranks, Verification, plan)
+    assert found is not None, "rank 0 is here"
+    return found
+
+
+def compare_losses(
+    plan: Plan, *, steps: int = 50, seeds: int = 3, timeout_s: float | None = None
+) -> LossComparison:
+    """The loss under a plan that rounds gradients or leaves parts of them for later steps, beside
+    that of the same training with exact gradients, on the plan's own model and data.
+
+    Starts the plan's ranks on this machine, which train ``steps`` steps from each of ``seeds``
+    weights both ways, with the goal's optimizer at ``launch``'s learning rate. That shows how these
+    steps went, not where a training ends. Raises ``InputError``, and ``RunError`` where a loss is
+    not finite.
+    """
+    from .executor.launch.losses import LossComparison
+    from .executor.launch.processes import Ranks, check_plan
+    from .executor.launch.tasks import Task, run_task
+
+    check_plan(plan, plan.world_size)
+    for name, value in (("steps", steps), ("seeds", seeds)):
+        if value < 1:
+            raise InputError(f"{value} {name} compare nothing: give at least 1")
+    if not any(unit.exchange in LOSSY or unit.rounded for unit in plan.units):
+        raise InputError(
+            "the plan sends all gradients whole and exact, so there is no loss to compare: plan "
+            "with --allow-lossy, or verify it without --steps"
+        )
+    task = Task(name="losses", steps=steps, seeds=seeds, timeout_s=timeout_s)
+    found = run_task(task, Ranks(nproc=plan.world_size, timeout_s=timeout_s), LossComparison, plan)
     assert found is not None, "rank 0 is here"
     return found
 

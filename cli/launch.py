@@ -15,7 +15,12 @@ from ..planner.schema.report import RunReport
 from ..planner.schema.text import size
 from . import options
 from .output import check_out, deliver, note
-from .render.comparisons import measured_table, verification_table
+from .render.comparisons import (
+    losses_sentence,
+    losses_table,
+    measured_table,
+    verification_table,
+)
 from .values import whole
 
 
@@ -25,6 +30,11 @@ def verify(
     batch: Annotated[
         int | None, whole("Samples of a step (default: up to 4 for each rank).")
     ] = None,
+    steps: Annotated[
+        int | None,
+        whole("Compare the loss of so many steps with that of exact gradients, for a lossy plan."),
+    ] = None,
+    seeds: Annotated[int, whole("With --steps: from so many weights.")] = 3,
     timeout: options.Timeout = None,
     out_: Annotated[Path | None, options.out("result")] = None,
     json: options.Json = False,
@@ -34,6 +44,10 @@ def verify(
 
     check_out(out_)
     made = load(Plan, plan_file, "PLAN")
+    if steps is not None:
+        losses = api.compare_losses(made, steps=steps, seeds=seeds, timeout_s=timeout)
+        deliver(losses, out_, json, losses_table(losses), losses_sentence(losses))
+        return
     found = api.verify(made, dtype=_dtype(dtype), batch=batch, timeout_s=timeout)
     # On stderr: with --json stdout is the result's.
     for remark in found.notes:

@@ -42,16 +42,16 @@ class RefusedError(InputError):
     """A model or a make_batch that fails at one size of a batch: it may take another."""
 
 
-def planned(target: str, precision: Precision | None = None) -> Workload:
+def planned(target: str, precision: Precision | None = None, *, seed: int = 0) -> Workload:
     """The workload of a plan's target, whose file is named as seen from where it was planned, to
-    compute in the plan's precision."""
+    compute in the plan's precision; its parameters are drawn with ``seed``."""
     if ":" not in target and not is_known(target):
         raise InputError(
             f"the plan is of the model {target!r} of a script, which trains it itself: start it by "
             "'meshwright launch PLAN SCRIPT'; to verify a plan, make it from a file.py:factory"
         )
     try:
-        return replace(workload(target), precision=precision)
+        return replace(workload(target, seed=seed), precision=precision)
     except NoFileError:
         raise InputError(
             f"there is no file {target.rpartition(':')[0]} here, which the plan names: run this "

@@ -18,6 +18,7 @@ from .table import filled_table
 
 # It loads torch, which comparing plans need not wait for.
 if TYPE_CHECKING:
+    from ...executor.launch.losses import LossComparison
     from ...executor.launch.verify import Verification
 
 QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -225,6 +226,45 @@ def verification_table(found: Verification) -> Table:
         for d in found.deviations
     ]
     return filled_table(title, headings, rows)
+
+
+def losses_table(found: LossComparison) -> Table:
+    """A row for each seed: where training began and where it ended, both ways."""
+    title = (
+        f"{found.target} on {found.world_size} ranks: mean loss of the last fifth of "
+        f"{found.steps} steps"
+    )
+    rows = [
+        (
+            str(one.seed),
+            f"{one.exact[0]:.4g}",
+            f"{one.exact_end:.4g}",
+            f"{one.plan_end:.4g}",
+            f"{one.ratio:.4f}",
+        )
+        for one in found.seeds
+    ]
+    return filled_table(title, ("seed", "at first", "exact gradients", "plan", "ratio"), rows)
+
+
+def losses_sentence(found: LossComparison) -> str:
+    """What the comparison shows, and what it does not."""
+    apart = f"{abs(found.ratio - 1):.2%}"
+    than = f"{apart} {'higher' if found.ratio > 1 else 'lower'} than"
+    if apart == "0.00%":
+        than = "as high (within 0.01%) as"
+    sure = ""
+    if found.error is not None:
+        # Twice the standard error of paired seeds.
+        within = abs(found.ratio - 1) <= 2 * found.error
+        much = "no more than" if within else "more than"
+        sure = f", {much} what seeds leave open (± {2 * found.error:.2%})"
+    of = "the model's data" if found.data else "random batches"
+    return (
+        f"Under the plan the loss is {than} with exact gradients after {found.steps} "
+        f"steps on {of}{sure}. That is what these steps show: not where a training ends, nor how "
+        "accurate the model becomes."
+    )
 
 
 def sizes_table(found: Sizes) -> list[Table | str]:

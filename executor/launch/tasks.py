@@ -23,15 +23,17 @@ from .progress import Step, progress
 if TYPE_CHECKING:
     import torch
 
+    from .losses import LossComparison
     from .processes import Ranks
     from .verify import Verification
 
-TaskName = Literal["probe", "profile", "verify", "train"]
+TaskName = Literal["probe", "profile", "verify", "losses", "train"]
 # Measuring is the profiler's, which imports this package: so work is named, not imported.
 WORK: dict[TaskName, str] = {
     "probe": "meshwright.profiler.sessions:probe_task",
     "profile": "meshwright.profiler.sessions:profile_task",
     "verify": "meshwright.executor.launch.tasks:verify_task",
+    "losses": "meshwright.executor.launch.tasks:losses_task",
     "train": "meshwright.executor.launch.tasks:train_task",
 }
 TASK, PLAN, ANSWER = "task.json", "plan.json", "answer.json"
@@ -50,6 +52,7 @@ class Task(Record, frozen=True, kw_only=True):
     dtype: Literal["float64", "float32", "own"] = "float64"
     batch: int | None = None
     steps: int = 30
+    seeds: int = 3
     timeout_s: float | None = None
     refresh: bool = True
 
@@ -109,6 +112,20 @@ def verify_task(task: Task, folder: Path, device: torch.device) -> Verification:
         return verify_on_ranks(
             plan, chosen, dtype=task.dtype, batch=task.batch, device=device,
             timeout_s=task.timeout_s, progress=step,
+        )  # fmt: skip
+
+
+def losses_task(task: Task, folder: Path, device: torch.device) -> LossComparison:
+    from ...models.target import planned, try_out
+    from .losses import compare_losses_on_ranks
+
+    plan = load(Plan, folder / PLAN)
+    try_out(planned(plan.target, plan.precision))
+    with rank_zero_bar(f"training {plan.target}") as step:
+        return compare_losses_on_ranks(
+            plan, lambda seed: planned(plan.target, plan.precision, seed=seed), steps=task.steps,
+            seeds=task.seeds, learning_rate=LEARNING_RATE, device=device, timeout_s=task.timeout_s,
+            progress=step,
         )  # fmt: skip
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
+from math import ceil, isfinite
 from statistics import median
 
 import torch
@@ -17,7 +17,7 @@ from ...models.failing import in_module, raised_outside
 from ...models.opened import tensors_in
 from ...models.units.storages import peak_bytes
 from ...models.workload import Batch, Workload, device_of
-from ...planner.schema.errors import InputError, MeshwrightError
+from ...planner.schema.errors import InputError, MeshwrightError, RunError
 from ...planner.schema.plan import Plan
 from ...planner.schema.precision import is_scaled
 from ...planner.schema.record import Bytes, Count, Record, Seconds
@@ -267,6 +267,8 @@ def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) ->
     medians = [median(getattr(spent, name) for spent in measured) for name in names]
     mine = [*medians, peak, *(spent.loss for spent in taken)]
     rows = run.control.gather(mine, "the end of training", whole=False).rows()
+    losses = tuple(sum(part) for part in zip(*(row[6:] for row in rows), strict=True))
+    _check_finite(losses)
     # The parts of one rank's step, so that they add up to it.
     slowest = max(rows, key=lambda row: row[0])
     step_s, blocking_s, exposed_s, update_s = slowest[:4]
@@ -280,8 +282,17 @@ def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) ->
         wire_bytes=int(max(row[4] for row in rows)),
         peak_bytes=tuple(int(rows[rank][5]) for rank in plan.placement),
         samples_per_s=batch / step_s if step_s else 0.0,
-        losses=tuple(sum(part) for part in zip(*(row[6:] for row in rows), strict=True)),
+        losses=losses,
     )
+
+
+def _check_finite(losses: Sequence[float]) -> None:
+    wrong = next((k for k, loss in enumerate(losses) if not isfinite(loss)), None)
+    if wrong is not None:
+        raise RunError(
+            f"the loss of step {wrong + 1} is {losses[wrong]}: nothing is measured of a training "
+            "that has failed; look at the data, the learning rate and the precision"
+        )
 
 
 def drawing(workload: Workload, batch: int) -> Callable[[int], Batch]:

@@ -143,6 +143,18 @@ def with_exchange(plan: Plan, policy: ExchangePolicy) -> Plan:
     return msgspec.structs.replace(plan, schedule="priority", units=units)
 
 
+def with_exact_gradients(plan: Plan) -> Plan:
+    """The plan with gradients that travel whole and as they are, all else being equal."""
+    units = tuple(
+        msgspec.structs.replace(
+            u, exchange="dense" if u.exchange in LOSSY else u.exchange, exchange_ratio=1.0,
+            wire="exact", feedback="residual",
+        )
+        for u in plan.units
+    )  # fmt: skip
+    return msgspec.structs.replace(plan, units=units)
+
+
 def with_wire(plan: Plan, wire: WireFormat) -> Plan:
     """The plan with every unit's gradients in that wire format. Its prediction stays, as above."""
     units = tuple(msgspec.structs.replace(u, wire=wire) for u in plan.units)

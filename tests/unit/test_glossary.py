@@ -32,7 +32,7 @@ PLAIN_OPTIONS = {
     # torchrun's words
     "--nnodes", "--nproc", "--node-rank", "--rendezvous", "--ranks",
     # of training
-    "--batch", "--batches", "--micro-batches", "--optimizer", "--steps", "--dtype",
+    "--batch", "--batches", "--micro-batches", "--optimizer", "--steps", "--seeds", "--dtype",
     # hardware, with its unit
     "--device", "--devices", "--nodes", "--devices-per-node", "--inter-gbit-s", "--intra-gbyte-s",
     "--inter-latency-us", "--intra-latency-us", "--memory-limit", "--background-memory",
