@@ -110,8 +110,9 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> D
         rows.append((f"{title}: test accuracy", "", _percent(run), ""))
     headings = ("", "predicted", "measured", "ratio")
     say(filled_table(f"{TARGET} on {RANKS} ranks, {STEPS} steps", headings, rows))
-    if any(run.surprising for run in runs):
-        say(SURPRISING)
+    for title, run in zip(("planned", "data parallel"), runs, strict=True):
+        if run.surprising:
+            say(f"{title}: {SURPRISING}")
     # Judged at the end, when all files are kept: they show what went wrong.
     if not verification.passed:
         raise RunError(f"training under the plan differs from one process's: see {kept}")

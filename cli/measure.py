@@ -8,10 +8,13 @@ import typer
 
 from ..executor.launch.progress import progress
 from .options import AllUnits, Json, PrecisionName, out
-from .output import check_out, deliver
+from .output import check_out, deliver, note
 from .render.documents import cluster_table, units_table
 from .render.whole import whole_sentences
 from .values import amount, counts, number, whole
+
+UNSTEADY = 0.5
+"""From so large a spread on the probe says that it was disturbed."""
 
 
 def profile(
@@ -67,6 +70,12 @@ def probe(
     # Under torchrun every rank is this command, and all have the same answer.
     if api.is_rank_zero():
         deliver(found, out_, json, cluster_table(found))
+        spread = max((level.spread for level in found.levels), default=0.0)
+        if spread > UNSTEADY:
+            note(
+                f"repeated collectives lay {spread:.0%} apart, and predictions are no surer: if "
+                "the machines do other work, probe again when they do not"
+            )
 
 
 def cluster(

@@ -138,7 +138,7 @@ AllLayouts = Annotated[
 Solver = Annotated[str, typer.Option(help="auto, heuristic, integer or lagrangian.")]
 TimeLimit = Annotated[float | None, number("Seconds for the search.", above=0)]
 ClusterSizes = Annotated[
-    Sequence[int] | None, counts("Compare cluster sizes instead, such as 8,16,32.")
+    Sequence[int] | None, counts("Plan for so many ranks; several, such as 8,16,32, are compared.")
 ]
 AsFront = Annotated[
     bool, typer.Option("--front", help="Show the trade of step time for device time instead.")

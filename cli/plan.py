@@ -19,6 +19,7 @@ from ..planner.schema.plan import LOSSY, Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
 from ..planner.schema.text import seconds
+from ..planner.solve.heuristic.resize import resized
 from ..planner.solve.request import made_from
 from . import options
 from .output import check_out, deliver, note
@@ -71,7 +72,8 @@ def plan(
     from .. import api
 
     check_out(out_)
-    if ranks is not None and front:
+    sizes = ranks is not None and len(ranks) > 1
+    if sizes and front:
         raise InputError("--ranks and --front are two tables: ask for one at a time")
     if slices is not None and schedule == "barrier":
         raise InputError(
@@ -98,6 +100,8 @@ def plan(
     )
     what = load(ModelProfile, target, "TARGET") if target.endswith(".json") else target
     there = load(Cluster, cluster, "--cluster")
+    if ranks is not None and not sizes:
+        there = resized(there, ranks[0])
     with progress(f"planning {target}") as step:
         how: dict[str, Any] = {
             "solver": solver,
@@ -109,14 +113,14 @@ def plan(
             "precision": precision,
             "progress": step,
         }
-        if ranks is not None:
-            table = api.sizes(what, there, goal, ranks, **how)
+        if sizes:
+            table = api.sizes(what, there, goal, ranks or (), **how)
         elif front:
             points = api.front(what, there, goal, **how)
         else:
             made = api.plan(what, there, goal, **how)
     # Printed when the bar is gone: both write to the terminal.
-    if ranks is not None:
+    if sizes:
         deliver(table, out_, json, *sizes_table(table))
     elif front:
         deliver(points, out_, json, *front_table(points))
@@ -147,11 +151,13 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     changed = any(unit.exchange in LOSSY or unit.rounded for unit in made.units)
     if goal.allow_lossy and not changed:
         what = "rounds its gradient"
-        why = "no exchange is exposed, or gradients have 16 bits already"
+        why = "by what is predicted, none would make the step shorter"
+        if "bf16" in how["forbidden"]:
+            why = "--forbid bf16 rules that out"
         if goal.allows_parts:
             what += " or sends it in part"
             why = f"none was measured to keep {goal.min_fidelity:g} of the energy, or {why}"
-        note(f"no unit {what}: {why}")
+        note(f"no unit {what}: {why}, or gradients have 16 bits already")
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
     if cluster.on_gpus and any(unit.layout.size < ranks for unit in made.units):

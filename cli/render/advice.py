@@ -29,7 +29,7 @@ def ways_table(found: Advice) -> Table:
 
 
 def _figures(way: Way) -> tuple[str, ...]:
-    options = " ".join(way.options)
+    options = "(no plan needed)" if way.options is None else " ".join(way.options)
     if way.step_s is None or way.samples_per_s is None:
         return "-", "-", "-", f"cannot be had: {way.why}"
     speed = QUANTITIES["samples_per_s"][1](way.samples_per_s)

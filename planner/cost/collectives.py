@@ -230,6 +230,7 @@ def _curves_of(level: Level, collective: Collective) -> tuple[CollectiveCurve, .
 
 @lru_cache(maxsize=1024)
 def _rising(curve: Curve) -> Curve:
-    """The curve with each value lifted to the largest before it."""
-    # Measured points that fall are noise: a search would be rewarded for sending more bytes.
-    return Curve(x=curve.x, y=tuple(accumulate(curve.y, max)))
+    """The curve with no value above one of a larger size."""
+    # What disturbs a measurement makes it longer: where more bytes took less, the fewer had been
+    # disturbed. Left as they are, a search would be rewarded for sending more.
+    return Curve(x=curve.x, y=tuple(accumulate(curve.y[::-1], min))[::-1])

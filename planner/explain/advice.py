@@ -38,17 +38,20 @@ Changes = Literal["nothing", "rounding", "waiting", "batch"]
 for a later step; the number of samples in a step."""
 
 
+EIGHT_BITS, IN_PART = "plan with int8 gradients", "plan with gradients in part"
+
+
 class Way(Record, frozen=True, kw_only=True):
     """One way to train, and what is predicted of it. ``options`` are those of ``plan`` that make
-    its plan. ``gain`` is its samples per second over those of data parallelism as
-    DistributedDataParallel does it. Where it cannot be had the figures are None, and ``why`` says
-    so."""
+    its plan, None where there is none to make. ``gain`` is its samples per second over those of
+    data parallelism as DistributedDataParallel does it. Where it cannot be had the figures are
+    None, and ``why`` says so."""
 
     name: str
     changes: Changes
     ranks: Count
     batch: Count
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] | None = ()
     step_s: Seconds | None = None
     samples_per_s: float | None = None
     gain: float | None = None
@@ -96,6 +99,7 @@ def advise(problem: Problem, solver: str = "auto", time_limit_s: float | None = 
         # It has no executor, which predictions of plans count.
         ways.append(_by_itself("one device", one, single_device_batch_s(one)))
     asked = [*_fewer(exact), *_planned(exact)]
+    ways += _unmeasured(exact)
     for i, each in enumerate(asked):
         problem.report(each.name, i / len(asked))
         ways.append(_way(each, solver, time_limit_s))
@@ -136,7 +140,7 @@ def _by_itself(name: str, model: CostModel, step_s: float) -> Way:
     fits = over_bytes(model, model.baseline) <= 0
     return Way(
         name=name, changes="nothing", ranks=model.world_size, batch=model.goal.batch,
-        **_figures(model.goal, step_s) if fits else {"why": "memory is too small"},
+        options=None, **_figures(model.goal, step_s) if fits else {"why": "memory is too small"},
     )  # fmt: skip
 
 
@@ -178,13 +182,13 @@ def _planned(exact: Problem) -> Iterator[_Asked]:
         if "int8" in measured:
             eight = asked(PARTS, allow_lossy=True, min_fidelity=EIGHT_BITS_FIDELITY)
             yield _Asked(
-                "plan with int8 gradients", "rounding",
+                EIGHT_BITS, "rounding",
                 (*_allowing(EIGHT_BITS_FIDELITY), *(f"--forbid={name}" for name in PARTS)), eight,
                 lambda unit: unit.exchange == "int8",
             )  # fmt: skip
         parts = asked(allow_lossy=True, min_fidelity=PARTS_FIDELITY)
         yield _Asked(
-            "plan with gradients in part", "waiting", _allowing(PARTS_FIDELITY), parts,
+            IN_PART, "waiting", _allowing(PARTS_FIDELITY), parts,
             lambda unit: unit.exchange in PARTS,
         )  # fmt: skip
     batch, allowed = 2 * exact.goal.batch, exact.goal.micro_batches
@@ -192,6 +196,21 @@ def _planned(exact: Problem) -> Iterator[_Asked]:
     options = ("--batch", str(batch), "--micro-batches", ",".join(map(str, counts)))
     twice = asked(batch=batch, micro_batches=counts)
     yield _Asked("plan for twice the batch", "batch", options, twice)
+
+
+def _unmeasured(exact: Problem) -> list[Way]:
+    """The ways that a profile must have been measured for."""
+    if any(unit.fidelity for unit in exact.profile.units) or is_scaled(exact.profile.precision):
+        return []
+    why = "profile the model on a device that is here: what its gradients keep is not measured"
+    kinds: dict[str, Changes] = {EIGHT_BITS: "rounding", IN_PART: "waiting"}
+    return [
+        Way(
+            name=name, changes=changes, ranks=exact.cluster.world_size, batch=exact.goal.batch,
+            why=why,
+        )
+        for name, changes in kinds.items()
+    ]  # fmt: skip
 
 
 def _allowing(fidelity: float) -> tuple[str, ...]:

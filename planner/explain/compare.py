@@ -82,9 +82,9 @@ def policy_words(one: UnitPlan | Alternative | UnitExplanation) -> list[str]:
     """Its policies in few words, those that are not plain."""
     words: list[str] = [one.memory] if one.memory != "keep" else []
     words += ["early release"] if one.early_release else []
-    lossy = one.exchange in LOSSY
     if one.exchange != "dense":
-        words.append(f"{one.exchange} {one.exchange_ratio:g}" if lossy else one.exchange)
+        part = f" {one.exchange_ratio:g}" if one.exchange_ratio < 1 else ""
+        words.append(f"{one.exchange}{part}")
     words += [one.wire] if one.wire != "exact" else []
     words += ["by host"] if one.peers_per_host > 1 else []
     words += [one.feedback] if one.feedback != "residual" else []

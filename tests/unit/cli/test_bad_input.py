@@ -179,7 +179,7 @@ def test_file_that_does_not_run(meshwright, tmp_path):
             ("--batch", "8", "--pin", "32.linear=8x1", "--forbid", "32.linear=8x1"),
             ("(8,1) and not (8,1)", "choose from"),
         ),
-        (("--batch", "8", "--ranks", "8", "--front"), ("--ranks", "--front")),
+        (("--batch", "8", "--ranks", "8,16", "--front"), ("--ranks", "--front")),
         (("--batch", "8", "--ranks", "0"), ("--ranks '0'", "at least 1")),
         (("--batch", "8", "--ranks", "few"), ("'few'", "1,2,4")),
         (("--batch", "8", "-o", "no/such/folder/p.json"), ("no/such/folder",)),

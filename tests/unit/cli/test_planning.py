@@ -220,6 +220,13 @@ def test_sizes_are_a_table_and_its_json(meshwright, profile_file, cluster_file, 
     assert found["rows"][1]["step_s"] == load(Plan, eight).prediction.step_s
 
 
+def test_one_size_is_planned(meshwright, profile_file, cluster_file, tmp_path):
+    path = tmp_path / "two.json"
+    base = ("plan", profile_file, "-c", cluster_file, "--batch", 256, "--solver", "heuristic")
+    assert meshwright(*base, "--ranks", 2, "-o", path).code == 0
+    assert load(Plan, path).world_size == 2
+
+
 @pytest.mark.slow
 def test_sizes_that_do_not_fit_say_so(meshwright, vgg_file, cluster_file):
     base = ("plan", vgg_file, "-c", cluster_file, "--batch", 256, "--memory-limit", "1GB")
@@ -399,6 +406,7 @@ def test_a_lossy_exchange_is_planned_where_fidelity_was_measured(
     assert any(u.wire == "bf16" for u in load(Plan, path).units)
     done = meshwright(*base, "--min-fidelity", 0.999, "--forbid", "bf16")
     assert "no unit rounds its gradient or sends it in part" in done.err
+    assert "--forbid bf16 rules that out" in " ".join(done.err.split())
     done = meshwright(*base, "--min-fidelity", 0.9, "--forbid", "topk")
     assert all(u.exchange != "topk" for u in load(Plan, path).units)
 

@@ -52,6 +52,8 @@ WRONG = {
     ("plan", "--ranks"): COUNTS,
     ("explain", "--best"): WHOLE,
     ("explain", "--time-limit"): ABOVE_0,
+    ("verify", "--steps"): WHOLE,
+    ("verify", "--seeds"): WHOLE,
     ("multiplex", "--devices"): WHOLE,
     ("multiplex", "--horizon"): TIME,
     ("multiplex", "--slowdown"): ("abc", "0.9", "0", "-1"),

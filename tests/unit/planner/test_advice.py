@@ -72,6 +72,16 @@ def test_each_way_is_the_plan_that_its_options_make():
     assert ways["half of the hosts"].step_s == step_s(ranks=2)
 
 
+def test_ways_without_a_plan_and_without_a_measurement_say_so():
+    found, _ = advice_of(rate=1e6, profile=profile_of(fidelity=False))
+    ways = by_name(found)
+    assert ways["one device"].options is ways["data parallel (DDP)"].options is None
+    assert ways["exact plan"].options == ()
+    for name in ("plan with int8 gradients", "plan with gradients in part"):
+        assert ways[name].step_s is None
+        assert "is not measured" in ways[name].why
+
+
 def test_what_the_goal_allows_besides_is_left_to_the_ways():
     exact, _ = advice_of(rate=1e6)
     allowed, _ = advice_of(rate=1e6, allow_lossy=True, min_fidelity=0.5)
@@ -88,9 +98,7 @@ def test_a_slow_network_leaves_one_device_and_a_fast_one_the_cluster():
     assert by_name(fast)["plan with bfloat16 gradients"].why == "no unit gains by it"
 
 
-def test_what_was_not_measured_or_cannot_be_is_not_offered():
-    found, _ = advice_of(profile=profile_of(fidelity=False))
-    assert "plan with gradients in part" not in by_name(found)
+def test_what_cannot_be_is_not_offered():
     scaled = msgspec.structs.replace(profile_of(), precision="fp16-mixed")
     found, _ = advice_of(profile=scaled)
     assert "plan with gradients in part" not in by_name(found)
