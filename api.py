@@ -32,7 +32,7 @@ from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError
 from .planner.schema.goal import Goal, make_goal
 from .planner.schema.pins import EARLY_RELEASE
-from .planner.schema.plan import LOSSY, Plan
+from .planner.schema.plan import Plan
 from .planner.schema.precision import check_precision
 from .planner.schema.profile import ModelProfile
 from .planner.schema.record import write_whole
@@ -43,7 +43,6 @@ from .planner.solve.request import (
     capability_of,
     check_schedule,
     check_time_limit,
-    leaves_idle,
     made_from,
     problem_for,
     problem_of,
@@ -206,7 +205,7 @@ def quicker_in_parts(
     made, there = made_from(plan, profile, cluster)
     # A plan does not say what it was allowed to decide: what it has decided must be allowed.
     problem = problem_for(
-        made, there, plan.goal, CAPABILITY, bursts=leaves_idle(plan),
+        made, there, plan.goal, CAPABILITY, bursts=plan.leaves_idle,
         hypothetical=bool(plan.hypothetical), forbidden=forbidden, schedule=schedule,
     )  # fmt: skip
     return changes.quicker_in_parts(problem, plan)
@@ -402,13 +401,13 @@ def verify(
     ``float64`` shows whether the mathematics are right, whatever rounds. ``batch`` in samples
     (default: the plan's, at most four for each rank). ``timeout_s`` ends it. Raises ``InputError``.
     """
-    from .executor.launch.processes import Ranks, check_plan
-    from .executor.launch.tasks import Task, run_task
+    from .executor.launch.processes import check_plan
+    from .executor.launch.tasks import Task, run_here
     from .executor.launch.verify import Verification
 
     check_plan(plan, plan.world_size)
     # Steps under a lossy exchange are other steps, not wrong ones: no comparison could tell.
-    lossy = [unit for unit in plan.units if unit.exchange in LOSSY]
+    lossy = [unit for unit in plan.units if unit.lossy]
     if lossy:
         raise InputError(
             f"unit {lossy[0].name!r} leaves part of its gradient for later steps "
@@ -418,10 +417,7 @@ def verify(
     if batch is not None and batch < 1:
         raise InputError(f"a batch of {batch} cannot be compared: give at least 1")
     task = Task(name="verify", dtype=dtype, batch=batch, timeout_s=timeout_s)
-    ranks = Ranks(nproc=plan.world_size, timeout_s=timeout_s)
-    found = run_task(task, ranks, Verification, plan)
-    assert found is not None, "rank 0 is here"
-    return found
+    return run_here(task, Verification, plan)
 
 
 def compare_losses(
@@ -436,22 +432,20 @@ def compare_losses(
     not finite.
     """
     from .executor.launch.losses import LossComparison
-    from .executor.launch.processes import Ranks, check_plan
-    from .executor.launch.tasks import Task, run_task
+    from .executor.launch.processes import check_plan
+    from .executor.launch.tasks import Task, run_here
 
     check_plan(plan, plan.world_size)
     for name, value in (("steps", steps), ("seeds", seeds)):
         if value < 1:
             raise InputError(f"{value} {name} compare nothing: give at least 1")
-    if not any(unit.exchange in LOSSY or unit.rounded for unit in plan.units):
+    if not any(unit.lossy or unit.rounded for unit in plan.units):
         raise InputError(
             "the plan sends all gradients whole and exact, so there is no loss to compare: plan "
             "with --allow-lossy, or verify it without --steps"
         )
     task = Task(name="losses", steps=steps, seeds=seeds, timeout_s=timeout_s)
-    found = run_task(task, Ranks(nproc=plan.world_size, timeout_s=timeout_s), LossComparison, plan)
-    assert found is not None, "rank 0 is here"
-    return found
+    return run_here(task, LossComparison, plan)
 
 
 def launch(

@@ -4,17 +4,12 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
-from meshwright.executor.capability import CAPABILITY
-from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.models.workload import Batch
 from meshwright.planner.explain.compare import with_wire
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.solve.request import problem_for
-from meshwright.planner.solve.solver import solve
-from meshwright.profiler.links import probe
-from systems import BUCKETS_MB, PLAN_S, PROBE_S, Measured, System, by_ddp, in_turns
+from systems import BUCKETS_MB, Measured, System, by_ddp, in_turns, planned
 
 COLUMNS = (
     "model", "hosts", "ranks", "batch", "ratio", "mbit_s", "compute_s", "ddp_best_s", "priority_s",
@@ -48,11 +43,8 @@ def compared_hosts(
     systems["by_host_s"] = System(measured.workload(), plan=by_host(plan, ranks))
     rounded = with_wire(by_host(plan, ranks), "bf16")
     systems["by_host_bf16_s"] = System(measured.workload(), plan=rounded)
-    cluster = probe(budget_s=PROBE_S)
     goal = Goal(batch=batch.size * dist.get_world_size(), optimizer="momentum")
-    chosen = rank_zero_decides(
-        lambda: solve(problem_for(model, cluster, goal, CAPABILITY), "auto", PLAN_S).checked()
-    )
+    chosen = planned(model, goal)
     systems["plan_s"] = System(measured.workload(), plan=chosen)
     seconds = in_turns(systems, batch, asked["steps"], asked["rounds"])
     best_ddp = min(BUCKETS_MB, key=lambda mb: seconds[f"ddp_{mb}"])

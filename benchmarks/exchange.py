@@ -151,15 +151,18 @@ def one_row(
     if model is None:
         figures = ablated(measured, batch, asked)
     else:
-        row_of = by_host.compared_hosts if asked["each"] > 1 else compared
-        row_of = wires.compared_wires if asked["wire"] else row_of
+        row_of = compared
+        if asked["wire"]:
+            row_of = wires.compared_wires
+        elif asked["each"] > 1:
+            row_of = by_host.compared_hosts
         figures = row_of(measured, model, batch, asked)
     links += [goodput(sent) for _ in range(2)]
     # What disturbs a measurement makes a link slower: the quickest gives a bound that holds.
     bytes_per_s = max(link.bytes_per_s for link in links)
     each = asked["each"]
     there = dist.get_world_size() // each
-    less = by_host.across(there, each) if there > 1 and each > 1 else 1.0
+    less = by_host.across(there, each) if there > 1 else 1.0
     bound_s, half_s, by_host_s = (
         slowest(priority_bound(measured._replace(bytes_per_s=times * bytes_per_s).chain))
         for times in (1, 2, less)
@@ -193,8 +196,7 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     model = None
     if not asked["ablation"]:
         # On every rank at once where ranks share a core, as they will in training.
-        alone = asked["each"] == 1 and dist.get_rank() > 0
-        own = None if alone else _profiled(name, size)
+        own = _profiled(name, size) if asked["each"] > 1 or dist.get_rank() == 0 else None
         model = rank_zero_decides(lambda: own)
     clock = UnitClock(name)
     # Computing is measured anew for each ratio: a shared machine does not stay as quick as it was.

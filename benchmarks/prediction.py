@@ -41,7 +41,6 @@ from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, Style, data_parallel
 from meshwright.planner.schema.options import Option, tied_units
 from meshwright.planner.schema.plan import (
-    LOSSY,
     ExchangePolicy,
     MemoryPolicy,
     Plan,
@@ -232,7 +231,7 @@ def trained(model: Model, plan: Plan) -> Measured:
     optimizer = optimizer_for(plan.goal.optimizer, workload.model.parameters())
     # What lossy exchange sends from the beginning is what it is planned to send.
     apply(workload.model, optimizer, plan, lossy=Lossy(stages=0))
-    lossy = any(unit.exchange in LOSSY for unit in plan.units)
+    lossy = any(unit.lossy for unit in plan.units)
     steps = min(max(int(TURN_S / max(plan.prediction.step_s, 1e-6)), LEAST_STEPS), MOST_STEPS)
     steps = max(steps, LOSSY_STEPS) if lossy else steps
     ends: list[float] = []

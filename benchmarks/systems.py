@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
+from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.parallel import is_parallel, run_of
 from meshwright.models.units.discover import discover
@@ -22,9 +23,13 @@ from meshwright.planner.cost.step_time import LINKS, Chain, empty_chain
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.plan import Plan, UnitPlan
+from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.schedule import Message, Step, work_of
 from meshwright.planner.simulate.slicing import cut
+from meshwright.planner.solve.request import problem_for
+from meshwright.planner.solve.solver import solve
+from meshwright.profiler.links import probe
 from meshwright.profiler.overhead import plan_by_hand
 from ranks import ring_bytes, slowest
 from torch import nn
@@ -241,6 +246,14 @@ class Measured(NamedTuple):
         return rank_zero_decides(
             lambda: plan_by_hand(units, goal, "priority", slice_bytes, "benchmark")
         )
+
+
+def planned(model: ModelProfile, goal: Goal) -> Plan:
+    """The planner's choice for the links as ``probe`` measures them. Collective."""
+    cluster = probe(budget_s=PROBE_S)
+    return rank_zero_decides(
+        lambda: solve(problem_for(model, cluster, goal, CAPABILITY), "auto", PLAN_S).checked()
+    )
 
 
 def by_ddp(measured: Measured, bucket_mb: int) -> System:

@@ -6,16 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshwright.executor.capability import CAPABILITY
-from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.models.workload import Batch
 from meshwright.planner.explain.compare import with_exchange, with_wire
 from meshwright.planner.schema.goal import make_goal
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.solve.request import problem_for
-from meshwright.planner.solve.solver import solve
-from meshwright.profiler.links import probe
-from systems import BUCKETS_MB, PLAN_S, PROBE_S, WARM_UP, Measured, System, by_ddp, medians
+from systems import BUCKETS_MB, WARM_UP, Measured, System, by_ddp, medians, planned
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -64,11 +59,8 @@ def compared_wires(
     systems["priority"] = System(measured.workload(), plan=plan)
     systems["bf16"] = System(measured.workload(), plan=with_wire(plan, "bf16"))
     systems["int8"] = System(measured.workload(), plan=with_exchange(plan, "int8"))
-    cluster = probe(budget_s=PROBE_S)
     goal = make_goal(batch.size * dist.get_world_size(), optimizer="momentum", allow_lossy=True)
-    chosen = rank_zero_decides(
-        lambda: solve(problem_for(model, cluster, goal, CAPABILITY), "auto", PLAN_S).checked()
-    )
+    chosen = planned(model, goal)
     systems["plan_bf16"] = System(measured.workload(), plan=chosen)
     start_loss = _loss(systems["priority"], batch)
     for system in systems.values():

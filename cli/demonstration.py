@@ -105,12 +105,13 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> D
     )
     save(report, kept / "demo.json")
     rows: list[tuple[str, ...]] = []
-    for title, run in zip(("planned", "data parallel"), runs, strict=True):
+    titled = {"planned": runs[0], "data parallel": runs[1]}
+    for title, run in titled.items():
         rows += [(f"{title}: {what.strip()}", *rest) for what, *rest in measured_rows(run)]
         rows.append((f"{title}: test accuracy", "", _percent(run), ""))
     headings = ("", "predicted", "measured", "ratio")
     say(filled_table(f"{TARGET} on {RANKS} ranks, {STEPS} steps", headings, rows))
-    for title, run in zip(("planned", "data parallel"), runs, strict=True):
+    for title, run in titled.items():
         if run.surprising:
             say(f"{title}: {SURPRISING}")
     # Judged at the end, when all files are kept: they show what went wrong.

@@ -70,11 +70,10 @@ def probe(
     # Under torchrun every rank is this command, and all have the same answer.
     if api.is_rank_zero():
         deliver(found, out_, json, cluster_table(found))
-        spread = max((level.spread for level in found.levels), default=0.0)
-        if spread > UNSTEADY:
+        if found.spread > UNSTEADY:
             note(
-                f"repeated collectives lay {spread:.0%} apart, and predictions are no surer: if "
-                "the machines do other work, probe again when they do not"
+                f"repeated collectives lay {found.spread:.0%} apart, and predictions are no surer: "
+                "if the machines do other work, probe again when they do not"
             )
 
 

@@ -15,7 +15,7 @@ from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError
 from ..planner.schema.goal import make_goal
 from ..planner.schema.pins import parse_wishes
-from ..planner.schema.plan import LOSSY, Plan
+from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
 from ..planner.schema.text import seconds
@@ -72,7 +72,7 @@ def plan(
     from .. import api
 
     check_out(out_)
-    sizes = ranks is not None and len(ranks) > 1
+    sizes = ranks if ranks is not None and len(ranks) > 1 else ()
     if sizes and front:
         raise InputError("--ranks and --front are two tables: ask for one at a time")
     if slices is not None and schedule == "barrier":
@@ -114,7 +114,7 @@ def plan(
             "progress": step,
         }
         if sizes:
-            table = api.sizes(what, there, goal, ranks or (), **how)
+            table = api.sizes(what, there, goal, sizes, **how)
         elif front:
             points = api.front(what, there, goal, **how)
         else:
@@ -148,7 +148,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
             f"a batch of {goal.batch} does not divide over {ranks} ranks: {more} of them take "
             f"{_samples(least + 1)} and the others {_samples(least)}, and every sample counts alike"
         )
-    changed = any(unit.exchange in LOSSY or unit.rounded for unit in made.units)
+    changed = any(unit.lossy or unit.rounded for unit in made.units)
     if goal.allow_lossy and not changed:
         what = "rounds its gradient"
         why = "by what is predicted, none would make the step shorter"
@@ -160,7 +160,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
         note(f"no unit {what}: {why}, or gradients have 16 bits already")
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
-    if cluster.on_gpus and any(unit.layout.size < ranks for unit in made.units):
+    if cluster.on_gpus and made.leaves_idle:
         note(
             "units leave ranks idle, and on GPUs the gradients of such a plan leave when backward "
             "is over, which its prediction does not count: compare with a plan without --bursts"

@@ -190,8 +190,7 @@ class Run:
     def _exchange_of(self, params: Sequence[GradParam]) -> Exchange:
         limit = self.plan.message_bytes
         # See [Note: One order on a device's streams] in gradients/priority.py.
-        idle = any(unit.layout.size < self.world.size for unit in self.plan.units)
-        eager = not (self.on_stream and idle)
+        eager = not (self.on_stream and self.plan.leaves_idle)
         if self.plan.schedule == "barrier":
             buckets = make_buckets(params, limit)
             return BucketExchange(buckets, self.watch, eager=eager, issued=self.issued)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..executor.launch.moments import now, seconds_between
 from ..models.opened import tensors_in
 from ..models.precision import autocast_of
 from ..models.replay import UnitCall, copied, run_modules
@@ -31,7 +32,6 @@ from ..planner.schema.capability import degrees
 from ..planner.schema.precision import Precision
 from ..planner.schema.profile import ShareProfile, SplitProfile, UnitProfile
 from .memory import SavedTensors
-from .timing import Clock
 
 ROUNDS = 3
 # More than last-level caches of CPUs and GPUs hold for one device, mostly.
@@ -192,7 +192,6 @@ def cost_of(
     used before each forward and backward. Gradients of parameters are divided by ``divisor``, as
     the executor does with those of divided parameters."""
     given = call.fresh()
-    clock = Clock(device)
     if others is not None:
         others += 1
         with torch.no_grad():
@@ -201,31 +200,30 @@ def cost_of(
     # Without its inputs, which belong to whoever made them.
     apart = (*holder.parameters(), *holder.buffers(), *given.tensors())
     saved = SavedTensors(apart, lambda: "")
-    start = clock.now()
+    start = now(device)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t)
     with torch.enable_grad(), hooks, autocast_of(precision, device):
         output = run_modules(holder, unit.modules, given)
-    middle = clock.now()
+    middle = now(device)
     leaves = [t for t in tensors_in(output) if t.requires_grad]
     if others is not None:
         others += 1
     gradients = [torch.ones_like(t) for t in leaves]
     # Making the gradients is no part of the backward: a second moment in between.
-    begin = clock.now()
+    begin = now(device)
     if leaves:
         torch.autograd.backward(leaves, gradients)
     for parameter in holder.parameters() if divisor > 1 else ():
         if parameter.grad is not None:
             parameter.grad /= divisor
-    end = clock.now()
-    clock.finish()
+    end = now(device)
     for parameter in holder.parameters():
         parameter.grad = None
     inputs = sum(t.nbytes for t in given.tensors() if t.requires_grad)
     out = sum(t.nbytes for t in leaves)
     return Cost(
-        clock.seconds(start, middle),
-        clock.seconds(begin, end),
+        seconds_between(start, middle),
+        seconds_between(begin, end),
         saved.bytes.get("", 0),
         inputs + out,
         out,

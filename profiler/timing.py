@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..executor.launch.moments import Moment, now, seconds_between
 from ..executor.optimizer.chunks import steps_of
 from ..executor.optimizer.kinds import optimizer_for
 from ..models.opened import tensors_in
@@ -39,28 +40,6 @@ Loss = Callable[[Any, Any], Tensor]
 # its parts.
 
 
-class Clock:
-    """Moments on a device: read at once on a CPU, as events in the stream on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def finish(self) -> None:
-        """Waits until all moments have passed."""
-        if self._cuda:
-            torch.cuda.synchronize()
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end) / 1e3 if self._cuda else end - start)
-
-
 @dataclass
 class StepTimes:
     """Seconds of each node's forward and backward in one step."""
@@ -79,8 +58,8 @@ class Timeline:
 
     def __init__(self, model: nn.Module, units: Sequence[UnitSpec], device: torch.device) -> None:
         self.model, self.units = model, list(units)
-        self.clock = Clock(device)
-        self.marks: list[tuple[Any, str]] = []
+        self.device = device
+        self.marks: list[tuple[Moment, str]] = []
         self.node = units[0].name
         # Weakly: tensors that nothing else holds are freed as in training.
         self._made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -110,7 +89,7 @@ class Timeline:
     def mark(self, node: str) -> None:
         """From now on ``node`` is at work."""
         self.node = node
-        self.marks.append((self.clock.now(), node))
+        self.marks.append((now(self.device), node))
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -148,24 +127,20 @@ class Timeline:
         forward_marks = len(self.marks)
         self.mark(self.units[-1].name)
         value.backward()  # type: ignore[no-untyped-call]
-        self.marks.append((self.clock.now(), ""))
-        self.clock.finish()
+        self.marks.append((now(self.device), ""))
         self._made.clear()
         found = StepTimes()
         for i, ((moment, node), (after, _)) in enumerate(pairwise(self.marks)):
             times = found.forward if i < forward_marks else found.backward
-            times[node] = times.get(node, 0.0) + self.clock.seconds(moment, after)
+            times[node] = times.get(node, 0.0) + seconds_between(moment, after)
         return found
 
 
 def plain_step(model: nn.Module, batch: Batch, loss: Loss, device: torch.device) -> float:
     """Seconds of one forward and backward without any hook, as training runs it."""
-    clock = Clock(device)
-    start = clock.now()
+    start = now(device)
     loss(model(*batch.args, **batch.kwargs), batch.target).backward()  # type: ignore[no-untyped-call]
-    end = clock.now()
-    clock.finish()
-    return clock.seconds(start, end)
+    return seconds_between(start, now(device))
 
 
 def spread_of(repeated: Iterable[Sequence[float]]) -> float:

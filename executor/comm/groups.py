@@ -46,7 +46,7 @@ class Group:
     on_stream: bool = False
     """Whether its collectives run on a device's streams, where a wait does not hold the host."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where the tensors are that it carries."""
+    """Where it carries tensors of its own making: on the host unless on a device's streams."""
 
     @property
     def size(self) -> int:
@@ -224,7 +224,8 @@ def _make_group(
             handle, on_stream = known.get(key), False
             if handle is not None and backend is None and device.type == "cuda":
                 on_stream = "nccl" in str(dist.get_backend_config(handle))
-            mine = Group(ranks, ranks.index(rank), handle, label, on_stream, device)
+            where = device if on_stream else torch.device("cpu")
+            mine = Group(ranks, ranks.index(rank), handle, label, on_stream, where)
     return mine
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from torch import Tensor
 from ...planner.cost.collectives import ring_bytes
 from ...planner.simulate.slicing import SliceSpec
 from ..comm.buffers import alias_for_comm, release_comm_buffers
-from ..comm.groups import Group
+from ..comm.groups import Group, HostGroups
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import IssueQueue
 from .buckets import GradParam
@@ -41,13 +42,92 @@ from .slices import GradGroup, Slice
 from .wire import decode, encode
 
 
+class _Message(NamedTuple):
+    """What is to be averaged in its place: as what it crosses, over how many ranks, called how, and
+    what is told when it is done."""
+
+    wire: Tensor
+    dtype: torch.dtype
+    divisor: int
+    doing: str
+    done: Future[None]
+
+
 class Stages:
     """The threads that carry slices on through one set of process groups."""
 
-    def __init__(self, watch: Watchdog) -> None:
-        self.watch = watch.for_thread()
-        self.adding = IssueQueue("meshwright sums of a host")
-        self.gathering = IssueQueue("meshwright sums of all hosts")
+    def __init__(self, hosts: HostGroups, watch: Watchdog) -> None:
+        self._hosts, self._watch = hosts, watch.for_thread()
+        self._adding = IssueQueue("meshwright sums of a host")
+        self._gathering = IssueQueue("meshwright sums of all hosts")
+
+    def average(self, wire: Tensor, dtype: torch.dtype, divisor: int, doing: str) -> Future[None]:
+        """Starts to put the sum over all ranks, over ``divisor``, in the place of ``wire``, which
+        crosses between hosts as ``dtype``. Collective, in the order of all slices."""
+        message = _Message(wire, dtype, divisor, doing, Future())
+        self._submit(self._adding, message, lambda: self._add(message))
+        return message.done
+
+    def _submit(self, queue: IssueQueue, message: _Message, stage: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                stage()
+            except BaseException as error:  # raised where somebody waits for the gradient
+                message.done.set_exception(error)
+
+        queue.submit(guarded, in_thread=True)
+
+    def _add(self, message: _Message) -> None:
+        """Adds up this rank's part on its host, and sends it on its way to the other hosts."""
+        own, sizes = self._parts(message.wire)
+        received = own.new_empty(len(sizes), own.numel())
+        alike = [own.numel()] * len(sizes)
+        self._swap(self._hosts.adding, message, received.view(-1), message.wire, alike, sizes)
+        torch.sum(received, dim=0, out=own)
+        crossing = alias_for_comm(encode(own, message.dtype))
+        work = None
+        if crossing.numel():
+            across = self._hosts.across.handle
+            work = dist.all_reduce(crossing, group=across, async_op=True)
+        self._submit(self._gathering, message, lambda: self._gather(message, work, crossing))
+
+    def _gather(self, message: _Message, work: dist.Work | None, crossing: Tensor) -> None:
+        """Waits for the sum of all hosts, averages, and gathers what the host's ranks have."""
+        self._watch.wait(work, self._hosts.across, message.doing)
+        release_comm_buffers([crossing])
+        own, sizes = self._parts(message.wire)
+        decode(own, message.dtype, message.divisor)
+        alike = [own.numel()] * len(sizes)
+        averages = own.repeat(len(sizes))
+        self._swap(self._hosts.gathering, message, message.wire, averages, sizes, alike)
+        message.done.set_result(None)
+
+    def _parts(self, wire: Tensor) -> tuple[Tensor, list[int]]:
+        """This rank's part of what is sent, and how many elements each of the host's ranks has."""
+        many, numel = self._hosts.adding.size, wire.numel()
+        bounds = [numel * i // many for i in range(many + 1)]
+        mine = self._hosts.adding.member
+        sizes = [after - before for before, after in pairwise(bounds)]
+        return wire[bounds[mine] : bounds[mine + 1]], sizes
+
+    def _swap(
+        self,
+        group: Group,
+        message: _Message,
+        into: Tensor,
+        out: Tensor,
+        received: list[int],
+        sent: list[int],
+    ) -> None:
+        """Sends runs of ``out`` to the ranks of the host, and receives theirs ``into``."""
+        width = out.element_size()
+        tensors = [alias_for_comm(as_bytes(t)) for t in (into, out)]
+        counts = [[width * n for n in numbers] for numbers in (received, sent)]
+        work = dist.all_to_all_single(
+            tensors[0], tensors[1], counts[0], counts[1], group=group.handle, async_op=True
+        )
+        self._watch.wait(work, group, message.doing)
+        release_comm_buffers(tensors)
 
 
 class HostSlice(Slice):
@@ -74,73 +154,13 @@ class HostSlice(Slice):
 
     def start(self, wire: Tensor) -> None:
         assert self.stages is not None, "sent by a group that has its stages"
-        stages, self._done = self.stages, Future()
-        stages.adding.submit(lambda: self._guarded(self._add, wire, stages), in_thread=True)
+        first = self.params[0]
+        doing = f"the exchange by host of the gradients of {first.name!r}"
+        self._done = self.stages.average(wire, first.wire_dtype, first.group.size, doing)
 
     def wait_for_average(self, watch: Watchdog, doing: str) -> float:
         # Without a limit of its own: each wait in the threads has one.
         return watch.wait_for(self._done) if self._done is not None else 0.0
-
-    def _guarded(self, stage: Callable[..., None], *args: object) -> None:
-        assert self._done is not None
-        try:
-            stage(*args)
-        except BaseException as error:  # raised where somebody waits for the gradient
-            self._done.set_exception(error)
-
-    def _add(self, wire: Tensor, stages: Stages) -> None:
-        """Adds up this rank's part on its host, and sends it on its way to the other hosts."""
-        own, sizes = self._parts(wire)
-        received = wire.new_empty(len(sizes), own.numel())
-        alike = [own.numel()] * len(sizes)
-        self._swap(self.hosts.adding, received.view(-1), wire, alike, sizes)
-        torch.sum(received, dim=0, out=own)
-        message = alias_for_comm(encode(own, self.params[0].wire_dtype))
-        work = None
-        if message.numel():
-            across = self.hosts.across.handle
-            work = dist.all_reduce(message, group=across, async_op=True)
-        stages.gathering.submit(
-            lambda: self._guarded(self._gather, wire, work, message), in_thread=True
-        )
-
-    def _gather(self, wire: Tensor, work: dist.Work | None, message: Tensor) -> None:
-        """Waits for the sum of all hosts, averages, and gathers what the host's ranks have."""
-        assert self.stages is not None
-        assert self._done is not None
-        self.stages.watch.wait(work, self.hosts.across, self._doing)
-        release_comm_buffers([message])
-        own, sizes = self._parts(wire)
-        decode(own, self.params[0].wire_dtype, self.params[0].group.size)
-        alike = [own.numel()] * len(sizes)
-        self._swap(self.hosts.gathering, wire, own.repeat(len(sizes)), sizes, alike)
-        self._done.set_result(None)
-
-    def _parts(self, wire: Tensor) -> tuple[Tensor, list[int]]:
-        """This rank's part of what is sent, and how many elements each of the host's ranks has."""
-        many, numel = self.hosts.adding.size, wire.numel()
-        bounds = [numel * i // many for i in range(many + 1)]
-        mine = self.hosts.adding.member
-        sizes = [after - before for before, after in pairwise(bounds)]
-        return wire[bounds[mine] : bounds[mine + 1]], sizes
-
-    def _swap(
-        self, group: Group, into: Tensor, out: Tensor, received: list[int], sent: list[int]
-    ) -> None:
-        """Sends runs of ``out`` to the ranks of the host, and receives theirs ``into``."""
-        assert self.stages is not None
-        width = out.element_size()
-        tensors = [alias_for_comm(as_bytes(t)) for t in (into, out)]
-        counts = [[width * n for n in numbers] for numbers in (received, sent)]
-        work = dist.all_to_all_single(
-            tensors[0], tensors[1], counts[0], counts[1], group=group.handle, async_op=True
-        )
-        self.stages.watch.wait(work, group, self._doing)
-        release_comm_buffers(tensors)
-
-    @property
-    def _doing(self) -> str:
-        return f"the exchange by host of the gradients of {self.params[0].name!r}"
 
 
 class HostGradGroup(GradGroup):
@@ -148,6 +168,11 @@ class HostGradGroup(GradGroup):
 
     slice_class = HostSlice
     slices: tuple[HostSlice, ...]
+
+    @property
+    def hosts(self) -> HostGroups:
+        """The process groups that they go through."""
+        return self.slices[0].hosts
 
     def go_through(self, stages: Stages) -> None:
         """Names the threads that its slices go through."""

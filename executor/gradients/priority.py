@@ -56,8 +56,9 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.schema.errors import RunError
+from ...planner.schema.plan import ExchangePolicy
 from ..comm.control import Control
-from ..comm.groups import Group, HostGroups
+from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from .buckets import Exchange, GradParam, Votes
 from .by_host import HostGradGroup, Stages
@@ -74,16 +75,15 @@ from .slices import GradGroup, as_sent, make_grad_groups
 from .topk import SparseGradient, TopkGradGroup, TopkState, make_dense
 from .unshard import UnshardManager
 
-GROUP_CLASSES: Mapping[str, type[GradGroup]] = {
+GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
     "dense": GradGroup,
     "sharded": ShardedGradGroup,
     "fully_sharded": FullyShardedGradGroup,
     "dropped": DroppedGradGroup,
     "topk": TopkGradGroup,
     "int8": Int8GradGroup,
-    "by_host": HostGradGroup,
 }
-"""Which class carries out an exchange policy, or a dense exchange by host: the place to add one."""
+"""Which class carries out an exchange policy: the place to add one."""
 
 
 Policy = Dropping | TopkState
@@ -112,7 +112,9 @@ class PriorityExchange(Exchange):
         eager: bool = True,
     ) -> None:
         self._eager = eager
-        self.grad_groups = make_grad_groups(params, message_bytes, GROUP_CLASSES)
+        self.grad_groups = make_grad_groups(
+            params, message_bytes, GROUP_CLASSES, by_host=HostGradGroup
+        )
         self.policies: list[Policy] = []  # in one order on all ranks
         self.topk: TopkState | None = None
         lossy = lossy or Lossy()
@@ -124,11 +126,10 @@ class PriorityExchange(Exchange):
         self.group_of = {
             param: grad_group for grad_group in self.grad_groups for param in grad_group.params
         }
-        stages: dict[HostGroups, Stages] = {}
-        for group in self.grad_groups:
-            if isinstance(group, HostGradGroup):
-                hosts = group.slices[0].hosts
-                group.go_through(stages.setdefault(hosts, Stages(watch)))
+        by_host = [group for group in self.grad_groups if isinstance(group, HostGradGroup)]
+        stages = {hosts: Stages(hosts, watch) for hosts in {group.hosts for group in by_host}}
+        for group in by_host:
+            group.go_through(stages[group.hosts])
         self.release = Release(self.grad_groups)
         self._waited_s = 0.0
         self._orders = SendOrder(orders, self.grad_groups, control)

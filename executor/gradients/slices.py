@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.cost.collectives import ring_bytes
-from ...planner.schema.plan import SHARDING
+from ...planner.schema.plan import SHARDING, ExchangePolicy
 from ...planner.simulate import slicing
 from ...planner.simulate.slicing import GradientSize, SliceSpec
 from ..comm.buffers import alias_for_comm, release_comm_buffers
@@ -285,10 +285,12 @@ class AbsentGradGroup(GradGroup):
 def make_grad_groups(
     params: Iterable[GradParam],
     message_bytes: int,
-    kinds: Mapping[str, type[GradGroup]] = MappingProxyType({"dense": GradGroup}),
+    kinds: Mapping[ExchangePolicy, type[GradGroup]] = MappingProxyType({"dense": GradGroup}),
+    by_host: type[GradGroup] = GradGroup,
 ) -> list[GradGroup]:
     """The groups in forward order, each with its parameters in the order of backward, as the
-    planner packs them; ``kinds`` says which class carries out a policy."""
+    planner packs them; ``kinds`` says which class carries out a policy, ``by_host`` which one those
+    that are added up on hosts first."""
     every = list(params)  # the last unit comes first
     packed = slicing.pack_units(GradientSize(p.kind, p.unit, p.shared_bytes) for p in every)
     found = []
@@ -301,7 +303,7 @@ def make_grad_groups(
         elif first.group.handle is None:
             kind = GradGroup  # where nothing travels, nothing is saved by leaving it behind
         elif first.hosts is not None:
-            kind = kinds["by_host"]
+            kind = by_host
         found.append(kind(mine[-1].unit, mine, message_bytes))
     return sorted(found, key=lambda grad_group: grad_group.unit)
 

@@ -231,8 +231,7 @@ def train(file: Path) -> None:
     from ..apply import apply
     from ..optimizer.kinds import optimizer_for
     from .start import start_process_group
-    from .tasks import LEARNING_RATE
-    from .train import drawing, timed_step
+    from .train import LEARNING_RATE, drawing, timed_step
 
     plan = _check_plan(str(file))
     chosen = workload(plan.target)

@@ -7,16 +7,14 @@ from statistics import fmean, stdev
 
 import torch
 
-from ...models.precision import in_precision
 from ...models.workload import Workload
 from ...planner.explain.compare import with_exact_gradients
 from ...planner.schema.errors import RunError
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Index, Record
-from ..apply import apply
-from ..optimizer.kinds import optimizer_for
+from ..parallel import run_of
 from .steps import Progress
-from .train import drawing, run_steps
+from .train import LEARNING_RATE, begin_training, drawing, scaler_for, take_step, whole_losses
 
 LATEST = 5
 """The loss where a training has ended is the mean of its last fifth."""
@@ -79,7 +77,7 @@ def compare_losses_on_ranks(
     *,
     steps: int,
     seeds: int,
-    learning_rate: float,
+    learning_rate: float = LEARNING_RATE,
     device: torch.device | str = "cpu",
     timeout_s: float | None = None,
     progress: Progress = lambda done, total, what: None,
@@ -119,11 +117,13 @@ def _trained(
 ) -> tuple[float, ...]:
     """The losses of a training from a seed."""
     torch.manual_seed(seed)  # of what is random in training; parameters have their values
-    workload = in_precision(workload)
-    model = workload.model.to(device)
-    optimizer = optimizer_for(plan.goal.optimizer, model.parameters(), learning_rate)
-    apply(model, optimizer, plan, timeout_s=timeout_s)
-    draw = drawing(workload, plan.goal.batch)
-    return run_steps(
-        workload, plan, steps, optimizer=optimizer, draw=lambda number: draw(seed * STREAM + number)
-    ).losses
+    workload, optimizer = begin_training(workload, plan, device, timeout_s, learning_rate)
+    workload.model.train()
+    draw, scaler = drawing(workload, plan.goal.batch), scaler_for(workload)
+    taken = [
+        take_step(workload, plan, draw(seed * STREAM + number), optimizer, scaler)
+        for number in range(steps)
+    ]
+    mine = [float(step.loss) for step in taken]
+    control = run_of(workload.model).control
+    return whole_losses(control.gather(mine, "the losses", whole=False).rows())

@@ -1,4 +1,4 @@
-"""Moments of a training run. On a device's streams: when what was launched before is done."""
+"""Moments of a run: read at once on a CPU; on a GPU's streams, when what was launched is done."""
 
 from __future__ import annotations
 

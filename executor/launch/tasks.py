@@ -37,8 +37,6 @@ WORK: dict[TaskName, str] = {
     "train": "meshwright.executor.launch.tasks:train_task",
 }
 TASK, PLAN, ANSWER = "task.json", "plan.json", "answer.json"
-# Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015).
-LEARNING_RATE = 1e-3
 RecordT = TypeVar("RecordT", bound=Record)
 
 
@@ -77,6 +75,16 @@ def run_task(
         run_ranks(["-m", f"{__package__}.tasks", name], quiet, folder)
         found = folder / ANSWER
         return load(answer, found) if found.exists() else None
+
+
+def run_here(task: Task, answer: type[RecordT], plan: Plan) -> RecordT:
+    """The same with all ranks of ``plan`` on this host, within the task's time limit."""
+    from .processes import Ranks
+
+    ranks = Ranks(nproc=plan.world_size, timeout_s=task.timeout_s)
+    found = run_task(task, ranks, answer, plan)
+    assert found is not None, "rank 0 is here"
+    return found
 
 
 def do(folder: Path) -> None:
@@ -124,28 +132,21 @@ def losses_task(task: Task, folder: Path, device: torch.device) -> LossCompariso
     with rank_zero_bar(f"training {plan.target}") as step:
         return compare_losses_on_ranks(
             plan, lambda seed: planned(plan.target, plan.precision, seed=seed), steps=task.steps,
-            seeds=task.seeds, learning_rate=LEARNING_RATE, device=device, timeout_s=task.timeout_s,
-            progress=step,
+            seeds=task.seeds, device=device, timeout_s=task.timeout_s, progress=step,
         )  # fmt: skip
 
 
 def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
-    from ...models.precision import in_precision
     from ...models.target import planned, try_out
-    from ..apply import apply
-    from ..optimizer.kinds import optimizer_for
     from .attribution import check_mean
     from .report import report_of_training
-    from .train import accuracy, drawing, run_steps
+    from .train import accuracy, begin_training, drawing, run_steps
 
     plan = load(Plan, folder / PLAN)
     chosen = planned(plan.target, plan.precision)
     size = try_out(chosen)
     check_mean(chosen, (size,))
-    chosen = in_precision(chosen)
-    model = chosen.model.to(device)
-    optimizer = optimizer_for(plan.goal.optimizer, model.parameters(), LEARNING_RATE)
-    apply(model, optimizer, plan, timeout_s=task.timeout_s)
+    chosen, optimizer = begin_training(chosen, plan, device, task.timeout_s)
     draw = drawing(chosen, plan.goal.batch)
     with rank_zero_bar(f"training {plan.target}") as step:
         measured = run_steps(

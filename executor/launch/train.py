@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, isfinite
@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 
 from ...models.failing import in_module, raised_outside
 from ...models.opened import tensors_in
+from ...models.precision import in_precision
 from ...models.units.storages import peak_bytes
 from ...models.workload import Batch, Workload, device_of
 from ...planner.schema.errors import InputError, MeshwrightError, RunError
@@ -30,6 +31,8 @@ from ..parallel import is_parallel, run_of
 from ..run import Run
 from .moments import Moment, now, seconds_between
 
+# Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015).
+LEARNING_RATE = 1e-3
 # Steps that are not measured: the first allocate, open connections and fill caches.
 WARM_UP = 2
 # Samples of one forward when a rank evaluates its share: bounds memory, not the result.
@@ -98,6 +101,22 @@ def scaler_for(workload: Workload) -> GradScaler | None:
     """What scales a workload's loss, where its precision wants that."""
     scaled = is_scaled(workload.precision)
     return GradScaler(device_of(workload.model).type) if scaled else None
+
+
+def begin_training(
+    workload: Workload,
+    plan: Plan,
+    device: torch.device | str,
+    timeout_s: float | None = None,
+    learning_rate: float = LEARNING_RATE,
+) -> tuple[Workload, torch.optim.Optimizer]:
+    """The workload in its precision on the device, with ``plan`` applied, and the optimizer of the
+    plan's goal. Collective."""
+    workload = in_precision(workload)
+    model = workload.model.to(device)
+    optimizer = optimizer_for(plan.goal.optimizer, model.parameters(), learning_rate)
+    apply(model, optimizer, plan, timeout_s=timeout_s)
+    return workload, optimizer
 
 
 def run_steps(
@@ -267,8 +286,7 @@ def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) ->
     medians = [median(getattr(spent, name) for spent in measured) for name in names]
     mine = [*medians, peak, *(spent.loss for spent in taken)]
     rows = run.control.gather(mine, "the end of training", whole=False).rows()
-    losses = tuple(sum(part) for part in zip(*(row[6:] for row in rows), strict=True))
-    _check_finite(losses)
+    losses = whole_losses(row[6:] for row in rows)
     # The parts of one rank's step, so that they add up to it.
     slowest = max(rows, key=lambda row: row[0])
     step_s, blocking_s, exposed_s, update_s = slowest[:4]
@@ -286,13 +304,17 @@ def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) ->
     )
 
 
-def _check_finite(losses: Sequence[float]) -> None:
+def whole_losses(by_rank: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    """The whole batch's loss at each step, from the parts of all ranks. Raises ``RunError`` where
+    one is not finite."""
+    losses = tuple(sum(part) for part in zip(*by_rank, strict=True))
     wrong = next((k for k, loss in enumerate(losses) if not isfinite(loss)), None)
     if wrong is not None:
         raise RunError(
             f"the loss of step {wrong + 1} is {losses[wrong]}: nothing is measured of a training "
             "that has failed; look at the data, the learning rate and the precision"
         )
+    return losses
 
 
 def drawing(workload: Workload, batch: int) -> Callable[[int], Batch]:

@@ -82,14 +82,6 @@ class Gradient(NamedTuple):
     whole: bool
 
 
-class ByHost(NamedTuple):
-    """The rings of an exchange by host: among the peers on each host, and of those in the same
-    place on all hosts."""
-
-    inside: Rings
-    across: Rings
-
-
 class Exchanges(Structure):
     """The gradient exchange of a profile's units over a fabric. Messages are buckets of at most
     ``message_bytes``, or with ``sliced`` slices of at most that, unit by unit. Parameters that are
@@ -108,8 +100,8 @@ class Exchanges(Structure):
         self.message_bytes, self.sliced = message_bytes, sliced
         self._gradients: dict[tuple[int, Option], tuple[Gradient, ...]] = {}
         self._exchanges: dict[tuple[Layout, str, str, int, float], OnLink] = {}
-        self._by_host: dict[tuple[Layout, int], ByHost] = {}
-        self._rings: dict[tuple[Layout, str], Rings] = {}
+        self._peers_per_host: dict[Layout, int] = {}
+        self._rings: dict[tuple[Layout, str, int], Rings] = {}
 
     def gradients(self, k: int, option: Option) -> tuple[Gradient, ...]:
         """The gradients of unit ``k`` that other ranks have too, in the order of backward."""
@@ -200,7 +192,9 @@ class Exchanges(Structure):
     def _by_host_exchange(self, option: Option, payload_bytes: float) -> OnLink:
         """Peers on a host reduce-scatter a payload among them, all-reduce each its part with those
         of other hosts, and gather the sums."""
-        inside, across = self.by_host(option.layout, option.peers_per_host)
+        inside, across = (
+            self.ring(option.layout, which, option.peers_per_host) for which in ("host", "hosts")
+        )
         part_bytes = payload_bytes / inside.ranks * self.wire_share(option.wire)
         across_s = collective_s(self.fabric, across, "all_reduce", part_bytes)
         inside_s = sum(
@@ -212,33 +206,26 @@ class Exchanges(Structure):
         # What slices do inside hosts lies beside the crossing of others: the longer one counts.
         return OnLink(max(across_s, inside_s), LINKS.index(across.level), sent)
 
-    def by_host(self, layout: Layout, peers_per_host: int) -> ByHost:
-        """The rings of peers inside hosts, and of those in one place of each host."""
-        key = (layout, peers_per_host)
-        if key not in self._by_host:
-            rows = peers_of(layout)
-            placed = rows.reshape(len(rows), -1, peers_per_host)
-            across = np.ascontiguousarray(placed.swapaxes(1, 2)).reshape(-1, placed.shape[1])
-            self._by_host[key] = ByHost(
-                rings(self.fabric, placed.reshape(-1, peers_per_host)), rings(self.fabric, across)
-            )
-        return self._by_host[key]
-
-    def peers_per_host(self, option: Option) -> int:
+    def peers_per_host(self, layout: Layout) -> int:
         """How many peers on one host should add up a dense gradient before hosts exchange it; 1
         where that cannot be or is predicted to take as long."""
-        layout = option.layout
+        # Asked for every unit that may have the layout.
+        if layout not in self._peers_per_host:
+            self._peers_per_host[layout] = self._quicker_by_host(layout)
+        return self._peers_per_host[layout]
+
+    def _quicker_by_host(self, layout: Layout) -> int:
         cluster = self.fabric.cluster
         if not self.sliced or layout.size < cluster.world_size or cluster.on_gpus:
             return 1
         each = run_on_host(self.fabric, peers_of(layout))
         if each == 1:
             return 1
-        flat, by_host = (
-            self.exchange(option._replace(exchange="dense", peers_per_host=n), self.message_bytes)
+        flat_s, by_host_s = (
+            self.exchange(Option(layout, peers_per_host=n), self.message_bytes).seconds
             for n in (1, each)
         )
-        return each if by_host.seconds < flat.seconds else 1
+        return each if by_host_s < flat_s else 1
 
     @property
     def int8_share(self) -> float:
@@ -268,10 +255,18 @@ class Exchanges(Structure):
         full = self.exchange(option, payload_bytes / part)
         return OnLink(full.seconds * part, full.link, full.sent_bytes * part), 0.0
 
-    def ring(self, layout: Layout, which: str) -> Rings:
-        """The rings over a layout's ``groups``, over its ``peers``, or over ``all`` positions."""
-        key = (layout, which)
+    def ring(self, layout: Layout, which: str, each: int = 1) -> Rings:
+        """The rings over a layout's ``groups``, over its ``peers``, or over ``all`` positions; of
+        ``each`` peers on a ``host``, or of those in one place of all ``hosts``."""
+        key = (layout, which, each)
         if key not in self._rings:
-            rows = peers_of(layout) if which == "peers" else groups_of(layout)
-            self._rings[key] = rings(self.fabric, rows.reshape(1, -1) if which == "all" else rows)
+            rows = groups_of(layout) if which in ("groups", "all") else peers_of(layout)
+            if which == "all":
+                rows = rows.reshape(1, -1)
+            elif which == "host":
+                rows = rows.reshape(-1, each)
+            elif which == "hosts":
+                by_place = rows.reshape(len(rows), -1, each).swapaxes(1, 2)
+                rows = np.ascontiguousarray(by_place).reshape(-1, rows.shape[1] // each)
+            self._rings[key] = rings(self.fabric, rows)
         return self._rings[key]

@@ -177,8 +177,8 @@ def _planned(exact: Problem) -> Iterator[_Asked]:
         "plan with bfloat16 gradients", "rounding", ("--allow-lossy",), rounded,
         lambda unit: unit.rounded,
     )  # fmt: skip
-    measured = {curve.exchange for unit in exact.profile.units for curve in unit.fidelity}
-    if measured and not is_scaled(exact.profile.precision):
+    if not is_scaled(exact.profile.precision):
+        measured = _measured(exact)
         if "int8" in measured:
             eight = asked(PARTS, allow_lossy=True, min_fidelity=EIGHT_BITS_FIDELITY)
             yield _Asked(
@@ -186,11 +186,12 @@ def _planned(exact: Problem) -> Iterator[_Asked]:
                 (*_allowing(EIGHT_BITS_FIDELITY), *(f"--forbid={name}" for name in PARTS)), eight,
                 lambda unit: unit.exchange == "int8",
             )  # fmt: skip
-        parts = asked(allow_lossy=True, min_fidelity=PARTS_FIDELITY)
-        yield _Asked(
-            IN_PART, "waiting", _allowing(PARTS_FIDELITY), parts,
-            lambda unit: unit.exchange in PARTS,
-        )  # fmt: skip
+        if measured:
+            parts = asked(allow_lossy=True, min_fidelity=PARTS_FIDELITY)
+            yield _Asked(
+                IN_PART, "waiting", _allowing(PARTS_FIDELITY), parts,
+                lambda unit: unit.exchange in PARTS,
+            )  # fmt: skip
     batch, allowed = 2 * exact.goal.batch, exact.goal.micro_batches
     counts = tuple(dict.fromkeys((*allowed, *(2 * count for count in allowed))))
     options = ("--batch", str(batch), "--micro-batches", ",".join(map(str, counts)))
@@ -198,9 +199,14 @@ def _planned(exact: Problem) -> Iterator[_Asked]:
     yield _Asked("plan for twice the batch", "batch", options, twice)
 
 
+def _measured(exact: Problem) -> set[str]:
+    """The exchanges of which the profile says what they keep."""
+    return {curve.exchange for unit in exact.profile.units for curve in unit.fidelity}
+
+
 def _unmeasured(exact: Problem) -> list[Way]:
     """The ways that a profile must have been measured for."""
-    if any(unit.fidelity for unit in exact.profile.units) or is_scaled(exact.profile.precision):
+    if _measured(exact) or is_scaled(exact.profile.precision):
         return []
     why = "profile the model on a device that is here: what its gradients keep is not measured"
     kinds: dict[str, Changes] = {EIGHT_BITS: "rounding", IN_PART: "waiting"}

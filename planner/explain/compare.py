@@ -3,7 +3,7 @@
 import msgspec
 
 from ..schema.goal import Pin
-from ..schema.plan import LOSSY, ExchangePolicy, Plan, Prediction, UnitPlan, WireFormat
+from ..schema.plan import ExchangePolicy, Plan, Prediction, UnitPlan, WireFormat
 from ..schema.record import Record
 from .why import Alternative, UnitExplanation
 
@@ -147,7 +147,7 @@ def with_exact_gradients(plan: Plan) -> Plan:
     """The plan with gradients that travel whole and as they are, all else being equal."""
     units = tuple(
         msgspec.structs.replace(
-            u, exchange="dense" if u.exchange in LOSSY else u.exchange, exchange_ratio=1.0,
+            u, exchange="dense" if u.lossy else u.exchange, exchange_ratio=1.0,
             wire="exact", feedback="residual",
         )
         for u in plan.units

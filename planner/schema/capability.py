@@ -3,7 +3,7 @@
 from typing import get_args
 
 from .layout import Layout, Style
-from .plan import LOSSY, ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, UnitPlan, WireFormat
+from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, UnitPlan, WireFormat
 from .profile import UnitProfile
 from .record import Record
 
@@ -66,7 +66,7 @@ class Capability(Record, frozen=True, kw_only=True):
                 return f"unit {unit.name!r} asks for {what} {value!r}"
         if unit.exchange == "fully_sharded" and unit.memory == "offload":
             return f"unit {unit.name!r} asks for offload and for exchange 'fully_sharded' at once"
-        if unit.rounded and unit.exchange in LOSSY:
+        if unit.rounded and unit.lossy:
             return (
                 f"unit {unit.name!r} asks for exchange {unit.exchange!r} and wire format "
                 f"{unit.wire!r} at once"

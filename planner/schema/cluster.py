@@ -150,6 +150,11 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
         return tuple(d for n in self.nodes for d in n.devices)
 
     @property
+    def spread(self) -> float:
+        """How far repeated collectives lay apart on the unsteadiest level; zero where not known."""
+        return max((level.spread for level in self.levels), default=0.0)
+
+    @property
     def on_gpus(self) -> bool:
         """Whether devices have memory of their own, so that NCCL carries what they exchange."""
         return any(not device.name.startswith("cpu") for device in self.devices)

@@ -68,6 +68,11 @@ class UnitPlan(Record, frozen=True, kw_only=True):
         check_batch_dims(self.name, self.batched_inputs, self.batch_dims)
 
     @property
+    def lossy(self) -> bool:
+        """Whether part of its gradient waits for a later step."""
+        return self.exchange in LOSSY
+
+    @property
     def rounded(self) -> bool:
         """Whether its gradients are rounded to travel."""
         return self.wire != "exact"
@@ -216,6 +221,11 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     def unit(self, name: str) -> UnitPlan:
         """The decision for the unit of that name."""
         return next(u for u in self.units if u.name == name)
+
+    @property
+    def leaves_idle(self) -> bool:
+        """Whether some unit takes a part of the ranks only."""
+        return any(unit.layout.size < self.world_size for unit in self.units)
 
     @property
     def slowed_s(self) -> float:

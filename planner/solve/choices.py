@@ -111,7 +111,7 @@ def _exchanges(model: CostModel, k: int, base: Option, capability: Capability) -
         yield base._replace(exchange="sharded")
     if may_gather(model, capability):
         yield base._replace(exchange="fully_sharded")
-    if capability.by_host and (each := model.peers_per_host(base)) > 1:
+    if capability.by_host and (each := model.peers_per_host(base.layout)) > 1:
         yield base._replace(peers_per_host=each)
     yield from _lossy_exchanges(model, k, base, capability)
 

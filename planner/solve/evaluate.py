@@ -158,7 +158,7 @@ def _prediction(
     compute_s = result.compute_s / factor
     waiting_s = result.compute_s - compute_s
     blocked_s = waiting_s * blocking_share(step.work) if waiting_s else 0.0
-    spread = max((level.spread for level in model.cluster.levels), default=0.0)
+    spread = model.cluster.spread
     origin = model.profile.origin
     expected = interval(result.step_s, result.compute_s, model.profile.spread, spread, origin)
     return Prediction(

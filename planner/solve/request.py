@@ -113,13 +113,8 @@ def capability_of(plan: Plan, executor: Capability) -> Capability:
     """Within what a plan was made: what is searched by default, unless it goes beyond that."""
     if plan.hypothetical:
         return EVERYTHING
-    found = executor if leaves_idle(plan) else searched(executor)
+    found = executor if plan.leaves_idle else searched(executor)
     return without(found, (EARLY_RELEASE,)) if is_scaled(plan.precision) else found
-
-
-def leaves_idle(plan: Plan) -> bool:
-    """Whether some unit takes a part of the ranks only."""
-    return any(unit.layout.size < plan.world_size for unit in plan.units)
 
 
 def made_from(

@@ -23,6 +23,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import told
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import run_of
 from meshwright.planner.schema.layout import Layout
@@ -114,22 +115,12 @@ DESCRIPTION = 256
 def counting() -> Iterator[Counter[str]]:
     """Counts the collectives that begin inside: kind, elements, type, and ranks of the group."""
     found: Counter[str] = Counter()
-    before = {name: getattr(dist, name) for name in SENDS}
 
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found[described(name, args, kwargs)] += 1
-            return before[name](*args, **kwargs)
+    def count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[described(name, args, kwargs)] += 1
 
-        return call
-
-    for name in SENDS:
-        setattr(dist, name, counted(name))
-    try:
+    with told(SENDS, count):
         yield found
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
 
 
 def described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import networkx as nx
 import torch
 import torch.distributed as dist
+from collectives import told
 from meshwright.executor.comm import groups
 from meshwright.executor.comm.groups import CONTROL_BACKEND, Group
 
@@ -47,26 +48,16 @@ def recorded() -> Iterator[Issued]:
     """The collectives that this rank issues meanwhile, those for control left out."""
     issued: Issued = []
     counts: dict[str, int] = {}
-    before = {name: getattr(dist, name) for name in COLLECTIVES}
 
-    def noting(name: str) -> Any:
-        def issue(*args: Any, **options: Any) -> Any:
-            group = options.get("group")
-            if group is not None:
-                key = str(group.group_name)
-                counts[key] = counts.get(key, -1) + 1
-                issued.append((tuple(dist.get_process_group_ranks(group)), key, counts[key]))
-            return before[name](*args, **options)
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        group = kwargs.get("group")
+        if group is not None:
+            key = str(group.group_name)
+            counts[key] = counts.get(key, -1) + 1
+            issued.append((tuple(dist.get_process_group_ranks(group)), key, counts[key]))
 
-        return issue
-
-    for name in COLLECTIVES:
-        setattr(dist, name, noting(name))
-    try:
+    with told(COLLECTIVES, note):
         yield issued
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
 
 
 def check_one_order(rows: list[Issued]) -> None:
@@ -74,9 +65,5 @@ def check_one_order(rows: list[Issued]) -> None:
     graph = nx.DiGraph()
     for row in rows:
         nx.add_path(graph, row)
-    circle = (
-        next(iter(nx.simple_cycles(graph)), None)
-        if not nx.is_directed_acyclic_graph(graph)
-        else None
-    )
-    assert circle is None, f"ranks issue these in different orders: {circle}"
+    in_one_order = nx.is_directed_acyclic_graph(graph)
+    assert in_one_order, f"ranks issue these in different orders: {nx.find_cycle(graph)}"

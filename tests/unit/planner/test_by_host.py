@@ -83,7 +83,7 @@ def test_only_the_crossing_is_rounded() -> None:
     ],
 )
 def test_it_is_offered_where_it_is_quicker(of: Cluster, sliced: bool, each: int) -> None:
-    assert model(of, sliced=sliced).peers_per_host(FLAT) == each
+    assert model(of, sliced=sliced).peers_per_host(FLAT.layout) == each
 
 
 def test_measured_curves_decide() -> None:
@@ -99,7 +99,7 @@ def test_measured_curves_decide() -> None:
     good = msgspec.structs.replace(inter, curves=(curve(2, 1e-8), curve(4, 0.9e-8)))
     poor = msgspec.structs.replace(inter, curves=(curve(2, 1e-8), curve(4, 1.1e-8)))
     found = [
-        model(msgspec.structs.replace(of, levels=(intra, one))).peers_per_host(FLAT)
+        model(msgspec.structs.replace(of, levels=(intra, one))).peers_per_host(FLAT.layout)
         for one in (good, poor)
     ]
     assert found == [1, 2]
