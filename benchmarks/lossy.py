@@ -6,9 +6,10 @@ Trains ``cnn-digits`` on the digits by priority exchange: dense, rounded to bflo
 bits, with layers dropped, and with top-k, all in one run. First on fast links: test accuracy after
 the same number of epochs over three seeds, the loss of a small language model, and the seconds of
 computing. Then on links so slow that the dense exchange takes about eight times the computing: the
-time of a step, how much of it the ranks wait for gradients, and the bytes on the wire. Needs root
-and iproute2, as the test bed does. Prints a table, and as the last line one JSON object. With
-``--markdown`` the page's parts are put between its marks.
+time of a step, what is predicted of it from a profile and probed links, how much of it the ranks
+wait for gradients, and the bytes on the wire. Needs root and iproute2, as the test bed does.
+Prints a table, and as the last line one JSON object. With ``--markdown`` the page's parts are put
+between its marks.
 """
 
 import json
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.gradients.feedback import Lossy
 from meshwright.executor.launch.train import share_of
 from meshwright.executor.parallel import run_of
@@ -29,8 +31,13 @@ from meshwright.models.workload import Batch
 from meshwright.models.zoo import build
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.plan import ExchangePolicy, UnitPlan, WireFormat
+from meshwright.planner.schema.profile import FidelityProfile, UnitProfile
+from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.overhead import plan_by_hand
+from meshwright.profiler.sessions import batches_for, cluster_of_ranks, profile_on_ranks
+from msgspec.structs import replace
 from ranks import on_a_bed, run, set_rate, slowest
 from rows import command_line, markdown, print_json, print_table, put_into
 from systems import System
@@ -49,6 +56,7 @@ RATE, MOMENTUM = 0.005, 0.9
 TEXT_BATCH, TEXT_STEPS, TEXT_RATE = 32, 400, 1e-3
 ROUNDS, ROUND_STEPS = 3, 24
 SLICE_BYTES = 2**20
+CPU = torch.device("cpu")
 
 
 class Exchange(NamedTuple):
@@ -213,18 +221,53 @@ def one_round(training: Training, drawn: list[Batch]) -> tuple[float, ...]:
     return tuple((b - a) / len(drawn) for a, b in zip(before, reading(), strict=True))
 
 
+def _with_ratios(unit: UnitProfile) -> UnitProfile:
+    """The unit as if the ratios that are used here were among those whose fidelity profiles
+    measure. The time of a step does not depend on what is kept."""
+    asked = (
+        FidelityProfile(exchange=e.policy, ratios=(e.ratio,), kept=(1.0,))
+        for e in EXCHANGES if e.ratio < 1
+    )  # fmt: skip
+    return replace(unit, fidelity=(*unit.fidelity, *asked))
+
+
+def predictions() -> dict[str, float]:
+    """Seconds of a mean step under each exchange, from a profile and from links as they are now.
+    Collective."""
+    goal = Goal(batch=BATCH, batch_statistics="local", optimizer="momentum")
+    torch.manual_seed(0)
+    sizes = batches_for(goal, dist.get_world_size())
+    profile = profile_on_ranks(build("cnn-digits"), sizes, CPU, refresh=True)
+    profile = replace(profile, units=tuple(map(_with_ratios, profile.units)))
+    links = cluster_of_ranks(CPU, refresh=True)
+    whole = data_parallel(dist.get_world_size())
+    found = {}
+    for e in EXCHANGES:
+        sent = Option(whole, exchange=e.policy, ratio=e.ratio, wire=e.wire)
+        chosen = [sent if unit.parameters else Option(whole) for unit in profile.units]
+        plan = make_plan(
+            profile, links, goal, chosen, schedule="priority", message_bytes=SLICE_BYTES,
+            executor=CAPABILITY,
+        )  # fmt: skip
+        found[str(e)] = plan.prediction.step_s
+    return found
+
+
 def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Everything, as one row. Collective."""
     # On fast links first: what is trained to does not depend on them.
     found = {"right": accuracies(), "losses": text_losses(), "compute_s": compute_seconds()}
     mbit_s = 8e-6 * GRADIENT_BYTES / (EXPOSED * found["compute_s"])
     set_rate(asked["folder"], mbit_s)
-    yield {**found, "mbit_s": mbit_s, "timed": times()}
+    # Before and after, as the machine does not stay as quick as it was.
+    before, timed, after = predictions(), times(), predictions()
+    predicted = {way: mean((before[way], after[way])) for way in before}
+    yield {**found, "mbit_s": mbit_s, "timed": timed, "predicted": predicted}
 
 
 HEAD = (
-    "exchange", "step ms", "cut", "waiting ms", "cut", "wire MB", "cut", "test accuracy, 3 seeds",
-    "against dense", "text loss",
+    "exchange", "step ms", "cut", "predicted", "waiting ms", "cut", "wire MB", "cut",
+    "test accuracy, 3 seeds", "against dense", "text loss",
 )  # fmt: skip
 
 
@@ -237,6 +280,7 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
         {
             **row,
             **{cut: 1 - row[name] / dense[name] for cut, name in cuts.items()},
+            "predicted_s": found["predicted"][row["way"]],
             "accuracy": found["right"][row["way"]],
             "text_loss": found["losses"][row["way"]],
         }
@@ -253,6 +297,7 @@ def cells(row: dict[str, Any], dense: dict[str, Any]) -> tuple[str, ...]:
         row["way"],
         f"{1e3 * row['step_s']:.1f}",
         f"{row['step_cut']:.0%}",
+        f"{1e3 * row['predicted_s']:.1f} ({row['predicted_s'] / row['step_s'] - 1:+.1%})",
         f"{1e3 * row['waited_s']:.1f}",
         f"{row['waited_cut']:.0%}",
         f"{row['wire_bytes'] / 1e6:.3f}",
