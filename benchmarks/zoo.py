@@ -61,7 +61,6 @@ from zoo_vision import from_vision, vision_models
 RANKS = 2
 BATCH = 8
 MEASURED = (2, 4, 8)
-LIMIT_S = 480.0
 COLLECTIVE_S = 60.0
 LOST = "Connection closed"
 # The targets: of all models those that train right or are told why not, and those of which half the
@@ -74,10 +73,12 @@ Row = dict[str, Any]
 
 class Limits(NamedTuple):
     """The models that are tried: of at most so many parameters in their own sizes, and whose
-    forward and backward of two samples take at most so many seconds."""
+    forward and backward of two samples take at most so many seconds. What does not end in
+    ``limit_s`` counts as a hang."""
 
     parameters: int
     step_s: float
+    limit_s: float = 480.0
 
 
 # More parameters, several times over on two ranks, are more memory than a small machine has; and
@@ -186,7 +187,7 @@ def _tried_alone(rank: int, folder: str, name: str, limits: Limits, pipe: Connec
     except Exception as error:
         return {"verdict": "unbuilt", "why": _said(error)}
     store = dist.FileStore(f"{folder}/store", RANKS)
-    limit = timedelta(seconds=LIMIT_S)
+    limit = timedelta(seconds=limits.limit_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     if rank_zero_decides(lambda: took_s) > limits.step_s:
         why = f"two samples take {took_s:.1f} s: {limits.step_s:g} s at most are run here"
@@ -214,8 +215,7 @@ class Trial:
     """A model that is being tried: its ranks, and what they have told so far."""
 
     def __init__(self, name: str, limits: Limits) -> None:
-        self.start = time.perf_counter()
-        self.until = self.start + LIMIT_S
+        self.start, self.limit_s = time.perf_counter(), limits.limit_s
         self.row: Row = {"model": name}
         self.folder = tempfile.TemporaryDirectory(prefix="zoo-")
         self.pipes, self.ranks = [], []
@@ -236,8 +236,8 @@ class Trial:
                 self._take(pipe.recv())
             except EOFError:
                 self.pipes.remove(pipe)
-        if self.pipes and time.perf_counter() > self.until:
-            self.row["failed"] = {"verdict": "hang", "why": f"no end after {LIMIT_S:.0f} s"}
+        if self.pipes and time.perf_counter() > self.start + self.limit_s:
+            self.row["failed"] = {"verdict": "hang", "why": f"no end after {self.limit_s:.0f} s"}
             return True
         return not self.pipes
 
@@ -359,6 +359,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="so many models at once")
+    parser.add_argument("--patience", type=float, default=1, help="so many times all time limits")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
@@ -369,9 +370,11 @@ def main() -> None:
         random.Random(asked.seed).shuffle(names)
     rows = known(asked.keep)
     there = {row["model"] for row in rows}
-    new = rows_of(
-        [name for name in names if name not in there], QUICK if asked.sample else ALL, asked.jobs
+    usual = QUICK if asked.sample else ALL
+    limits = usual._replace(
+        step_s=usual.step_s * asked.patience, limit_s=usual.limit_s * asked.patience
     )
+    new = rows_of([name for name in names if name not in there], limits, asked.jobs)
     with closing(new):
         while sum(verdict(row) != "unbuilt" for row in rows) < most and (row := next(new, None)):
             rows.append(row)
