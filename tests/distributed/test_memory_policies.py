@@ -264,7 +264,7 @@ def test_recompute_in_a_hybrid(ranks):
     ranks(4)(recompute_is_keep, cases, 2, "global", limit_s=280)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_recompute_of_a_deep_residual_network(ranks):
     cases = [("resnet50-32", "priority", "dense"), ("vit-tiny", "barrier", "dense")]

@@ -22,6 +22,8 @@ from meshwright.planner.solve.request import searched
 from meshwright.profiler.estimate import estimate
 from torch import Tensor, nn
 
+from tests.sampling import sampled
+
 pytestmark = pytest.mark.timeout(600)
 
 RANKS, BATCH, DRAWS = 4, 12, 5
@@ -106,8 +108,7 @@ def applied(rank: int, name: str, made: list[Plan]) -> None:
         assert torch.tensor(loss).isfinite()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, 3))
 def test_what_is_planned_is_applied(ranks, name):
     made = plans(name)
     assert len(made) > DRAWS // 4

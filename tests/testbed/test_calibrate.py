@@ -17,6 +17,7 @@ from meshwright.planner.schema.record import load, save
 from meshwright.planner.schema.report import RunReport
 
 from benchmarks.testbed import Bed, Host, missing
+from tests.sampling import sampled
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
@@ -76,8 +77,9 @@ def planned_and_run(bed: Bed, folder: Path, name: str, what: str, cluster: str) 
     return abs(error)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("described_mbit", "true_mbit"), [(1000.0, 200.0), (50.0, 200.0)])
+@pytest.mark.parametrize(
+    ("described_mbit", "true_mbit"), sampled([(1000.0, 200.0), (50.0, 200.0)], 1)
+)
 def test_a_run_halves_the_next_plans_error(
     described_mbit: float, true_mbit: float, tmp_path: Path
 ) -> None:
