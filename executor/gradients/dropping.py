@@ -187,5 +187,9 @@ class DroppedGradGroup(LossyGradGroup):
         if gradient is self._kept:  # an empty tensor, which stands for what is in the residual
             return
         new = l1(gradient)
-        self.agreement.note(param, l1(self.feedback[param].add(gradient)) + new)
+        if math.isfinite(new):
+            self.agreement.note(param, l1(self.feedback[param].add(gradient)) + new)
+        else:
+            # It would spoil what is held. Should the next overflow as well, it is sent and shows.
+            self.agreement.note(param, math.inf)
         self.gradients[param] = self._kept

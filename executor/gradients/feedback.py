@@ -79,11 +79,13 @@ class ErrorFeedback:
         return self._residual
 
     def take(self, index: Tensor) -> Tensor:
-        """Takes the elements at ``index`` (as they lie in memory) out, to be sent."""
+        """Takes the elements at ``index`` (as they lie in memory) out, to be sent: what is not
+        finite first, and what there is more of it is gone."""
         assert self._residual is not None
         elements = flat(self._residual)
         taken = elements[index]
         elements[index] = 0
+        drop_what_overflowed(elements, taken)
         return taken
 
     def take_all(self, gradient: Tensor) -> None:
@@ -128,6 +130,15 @@ class HostMirror(ErrorFeedback):
 
     def restore(self, residual: Tensor | None) -> None:
         self._host = None if residual is None else _on_host(residual).copy_(residual)
+
+
+def drop_what_overflowed(held: Tensor, taken: Tensor) -> None:
+    """Puts zeros for what is infinite or no number in ``held``, of which the largest elements are
+    ``taken``. These show the overflow to all ranks, in the step that it belongs to; what stays
+    would spoil every later one."""
+    # On a CPU looking is quicker than writing. On a GPU the host would wait for the answer.
+    if held.device.type != "cpu" or not bool(torch.isfinite(taken).all()):
+        held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _on_host(like: Tensor) -> Tensor:

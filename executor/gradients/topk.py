@@ -18,7 +18,14 @@ from ...planner.schema.errors import RunError
 from ...planner.simulate.slicing import SliceSpec
 from ..redistribution.shard_gradient import ShardGradient
 from .buckets import GradParam
-from .feedback import Lossy, LossyGradGroup, folds_at_once, in_format_of, mirrors
+from .feedback import (
+    Lossy,
+    LossyGradGroup,
+    drop_what_overflowed,
+    folds_at_once,
+    in_format_of,
+    mirrors,
+)
 from .flat_shard import flat
 from .momentum import Groups, Momentum
 from .pending import WaitingGradient, vacating
@@ -86,7 +93,8 @@ def largest(elements: Tensor, count: int) -> Tensor:
         # Half as many again as are wanted, and some more where the sample says little.
         enough = 3 * count // (2 * STRIDE) + 8
         least = sizes[::STRIDE].topk(enough, sorted=False).values.min()
-        index = torch.nonzero(sizes >= least).flatten()
+        # What is no number is not below it either, and has to leave: see ``drop_what_overflowed``.
+        index = torch.nonzero((sizes < least).logical_not_()).flatten()
         if len(index) >= count:
             return index[sizes[index].topk(count, sorted=False).indices]
     return sizes.topk(count, sorted=False).indices
@@ -323,6 +331,8 @@ class TopkGradGroup(LossyGradGroup):
         residual = self.feedback[param].add(new, rate)
         index = largest(flat(residual), topk_elements(residual.numel(), self.topk.share(param)))
         values = self.feedback[param].take(index)
+        if velocity is not None:
+            drop_what_overflowed(velocity, values)
         if velocity is not None and residual is not new:  # where it is, nothing was held before
             delayed = values != flat(new)[index].mul_(rate)
             flat(velocity).index_fill_(0, index[delayed], 0)

@@ -86,6 +86,30 @@ def test_a_sampled_threshold_chooses_exactly_the_largest(kind, count):
     assert torch.equal(flat[index].abs().sort().values, flat.abs().topk(count).values.sort().values)
 
 
+@pytest.mark.parametrize("where", [0, 61, 77])
+def test_what_is_no_number_is_chosen_first(where):
+    """In the sample that tells the threshold, and outside of it."""
+    torch.manual_seed(0)
+    flat = torch.randn(20_000)
+    flat[where], flat[where + 1] = torch.nan, -torch.inf
+    assert {where, where + 1} <= set(largest(flat, 20).tolist())
+
+
+def test_an_overflow_shows_at_once_and_leaves_nothing_behind():
+    grad_group, _ = corrected()
+    param = grad_group.params[0]
+    sent_of(grad_group, [[1.0, 3.0, 0.0, 0.0]])
+    (sent,) = sent_of(grad_group, [[torch.inf, 0.0, torch.nan, 2.0]]).values()
+    assert not torch.tensor(sent).isfinite()
+    held = grad_group.feedback[param].residual
+    assert held is not None
+    assert held.isfinite().all()
+    assert held[0, 3] == 2.0
+    assert grad_group.velocities[param].isfinite().all()
+    (sent,) = sent_of(grad_group, [[0.0, 0.0, 0.0, 0.0]]).values()
+    assert sent == 3.0  # 2 held, and half of it by the momentum
+
+
 def test_elements_are_counted_as_they_lie_in_memory():
     feedback = ErrorFeedback()
     feedback.add(torch.arange(6.0).view(2, 3).t())
