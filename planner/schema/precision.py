@@ -36,7 +36,7 @@ PRECISIONS: dict[Precision, PrecisionTraits] = {
 
 def is_scaled(precision: Precision | None) -> bool:
     """Whether the loss is scaled: then no update is made before all gradients are known to be
-    finite, and none is sent in part, as what overflowed would stay with what waits."""
+    finite, and none is sent in part, as what waits would have been scaled by another factor."""
     return precision is not None and PRECISIONS[precision].scaled
 
 

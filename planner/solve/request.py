@@ -48,8 +48,8 @@ def problem_for(
     if goal.allows_parts and is_scaled(profile.precision):
         raise InputError(
             f"precision {profile.precision} scales gradients by a factor that changes, and what is "
-            "kept of one that is sent in part would have an old one: leave --min-fidelity (min_fidelity) out, which "
-            "allows gradients rounded to bfloat16, or use bf16-mixed"
+            "kept of one that is sent in part would have an old one: leave --min-fidelity "
+            "(min_fidelity) out, which allows gradients rounded to bfloat16, or use bf16-mixed"
         )
     runs = executor if bursts else searched(executor)
     # A scaled gradient may have to be thrown away whole, so none is used before all are there.
