@@ -40,8 +40,10 @@ def compared_hosts(
     systems = {f"ddp_{mb}": by_ddp(measured, mb) for mb in BUCKETS_MB}
     plan, ranks = measured.plan(), asked["each"]
     systems["priority_s"] = System(measured.workload(), plan=plan)
-    systems["by_host_s"] = System(measured.workload(), plan=by_host(plan, ranks))
-    rounded = with_wire(by_host(plan, ranks), "bf16")
+    share = 1 / across(dist.get_world_size() // ranks, ranks)
+    exact, half = (measured.plan(share=part * share) for part in (1.0, 0.5))
+    systems["by_host_s"] = System(measured.workload(), plan=by_host(exact, ranks))
+    rounded = with_wire(by_host(half, ranks), "bf16")
     systems["by_host_bf16_s"] = System(measured.workload(), plan=rounded)
     goal = Goal(batch=batch.size * dist.get_world_size(), optimizer="momentum")
     chosen = planned(model, goal)

@@ -231,14 +231,16 @@ class Measured(NamedTuple):
         """A fresh one."""
         return fresh(self.name)
 
-    def plan(self, slice_bytes: int = SLICE_BYTES) -> Plan:
-        """Plain data parallelism by priority, with the times that rank 0 measured. Collective."""
+    def plan(self, slice_bytes: int = SLICE_BYTES, share: float = 1.0) -> Plan:
+        """Plain data parallelism by priority, with the times that rank 0 measured; an exchange
+        takes that ``share`` of a float32 ring's. Collective."""
         world, chain = dist.get_world_size(), self.chain
         units = (
             UnitPlan(
                 name=modules[0] or "model", kind="other", modules=modules,
                 layout=data_parallel(world), forward_s=float(chain.forward_s[k]),
-                backward_s=float(chain.backward_s[k]), exchange_s=float(chain.exchange_s[1][k]),
+                backward_s=float(chain.backward_s[k]),
+                exchange_s=share * float(chain.exchange_s[1][k]),
             )
             for k, modules in enumerate(self.modules)
         )  # fmt: skip

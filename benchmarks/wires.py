@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meshwright.models.workload import Batch
+from meshwright.planner.cost.exchange import INT8_BYTES
 from meshwright.planner.explain.compare import with_exchange, with_wire
 from meshwright.planner.schema.goal import make_goal
 from meshwright.planner.schema.profile import ModelProfile
@@ -57,8 +58,12 @@ def compared_wires(
     systems |= {f"powersgd_{rank}": _by_powersgd(measured, rank) for rank in RANKS}
     plan = measured.plan()
     systems["priority"] = System(measured.workload(), plan=plan)
-    systems["bf16"] = System(measured.workload(), plan=with_wire(plan, "bf16"))
-    systems["int8"] = System(measured.workload(), plan=with_exchange(plan, "int8"))
+    # The order of slices goes by what each takes, so their plans know that it is less.
+    half = measured.plan(share=0.5)
+    systems["bf16"] = System(measured.workload(), plan=with_wire(half, "bf16"))
+    # Every rank sends its gradient to each other, where a ring sends it twice in all.
+    quarter = measured.plan(share=INT8_BYTES / 4 * dist.get_world_size() / 2)
+    systems["int8"] = System(measured.workload(), plan=with_exchange(quarter, "int8"))
     goal = make_goal(batch.size * dist.get_world_size(), optimizer="momentum", allow_lossy=True)
     chosen = planned(model, goal)
     systems["plan_bf16"] = System(measured.workload(), plan=chosen)

@@ -49,8 +49,12 @@ class SendOrder:
     def __init__(self, orders: Orders, grad_groups: Sequence[GradGroup], control: Control) -> None:
         self._orders, self._grad_groups, self._control = orders, grad_groups, control
         self._seconds = _planned_seconds(orders.plan, grad_groups)
+        sizes = sum(one.shared_bytes for g in grad_groups for one in g.slices)
+        self._rate_s = sum(map(sum, self._seconds)) / max(sizes, 1)
+        """Seconds for a byte by which the slots were found."""
         self._ready: deque[list[float]] = deque(maxlen=KEPT)
         self._rates: deque[float] = deque(maxlen=KEPT)
+        self._carried: deque[float] = deque(maxlen=KEPT)
         self._coming: PendingGather | None = None
         self._number = 0
         self._left: dict[GradGroup, int] = {}
@@ -77,16 +81,21 @@ class SendOrder:
         self._coming = None
         rate_s, ready_s = agreed[0], agreed[1:]
         if rate_s > 0:
+            self._rate_s = rate_s
             self._seconds = [[s.shared_bytes * rate_s for s in g.slices] for g in self._grad_groups]
         self.slots = self._find(ready_s)
 
-    def end(self, grad_groups: Sequence[GradGroup]) -> None:
+    def end(self, grad_groups: Sequence[GradGroup], start_s: float) -> None:
+        """After a backward that began at ``start_s``."""
         self._number += 1
         self._ready.append(_measured_ready(grad_groups))
-        self._count_left()
+        first_s = min((g.ready_s for g in grad_groups if g.ready_s > 0), default=0.0)
+        self._count_left(start_s + first_s)
         if self._orders.measured and (self._number in FIRST or self._number % EVERY == 0):
-            # A link that was idle in between seems slower than it is, never quicker.
-            rate_s = min(self._rates, default=0.0)
+            # A link that was idle in between seems slower than it is, never quicker. One that has
+            # carried more than it was believed to can is quicker than that, however idle.
+            quicker = (rate_s for rate_s in self._carried if rate_s < self._rate_s)
+            rate_s = min((*self._rates, *quicker), default=0.0)
             times = [median(row) for row in zip(*self._ready, strict=True)]
             vector = torch.tensor([rate_s, *times], dtype=torch.float64, device="cpu")
             # The latest of all ranks: a slice is ready when the last rank has it.
@@ -94,18 +103,23 @@ class SendOrder:
                 vector, "the agreement on the order of slices"
             )
 
-    def _count_left(self) -> None:
+    def _count_left(self, first_s: float) -> None:
+        """What is under way, and what has been carried since the first slice left."""
         if self._most[0]:
             self._rates.append(self._most[1])
         self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)
-        ahead, number = 0, 0
+        ahead, number, carried = 0, 0, 0
         for slot in self.slots:
             grad_group = self._grad_groups[slot.group]
             one = grad_group.slices[slot.number]
             if not one.is_completed:
                 ahead, number = ahead + one.bytes, number + 1
+            elif one.work is not None:
+                carried += one.bytes
             if number >= MANY:
                 self._left[grad_group] = ahead
+        if carried:
+            self._carried.append((self._end_s - first_s) / carried)
 
     def arrived(self, grad_group: GradGroup, waited_s: float) -> None:
         """Estimates the links' rate from a wait for a group: they were busy until now."""

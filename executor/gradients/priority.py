@@ -296,7 +296,7 @@ class PriorityExchange(Exchange):
         self._just_packed = None
         self._advance()
         assert self._next == len(self._orders.slots), "a slice was left behind"
-        self._orders.end(self.grad_groups)
+        self._orders.end(self.grad_groups, self._start_s)
         if self._unused:
             somewhere |= self._check_votes()
             for param in self._unused & somewhere:

@@ -67,7 +67,7 @@ def test_the_rate_of_a_step_is_that_of_the_wait_with_most_before_it(
     for _ in range(2):
         clock = iter([10.0, 14.0, 16.0])
         monkeypatch.setattr(schedule.time, "perf_counter", lambda clock=clock: next(clock))
-        order.end(grad_groups)
+        order.end(grad_groups, 0.0)
         order.arrived(a, 1.0)
         order.arrived(c, 1.0)  # after 6 s
         order.arrived(b, 1.0)  # nothing new: fewer bytes were before it
@@ -80,11 +80,37 @@ def test_a_rate_is_not_read_off_a_few_slices() -> None:
     order, grad_groups = order_of(1.0, 3.0)
     for one in grad_groups[0].slices:
         one.work = Underway()  # type: ignore[assignment]
-    order.end(grad_groups)
+    order.end(grad_groups, 0.0)
     for grad_group in grad_groups:
         order.arrived(grad_group, 1.0)
-    order.end(grad_groups)
+    order.end(grad_groups, 0.0)
     assert list(order._rates) == []
+
+
+class Back:
+    """A collective that has come back."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("took_s", "known"), [(1.5, True), (30.0, False)])
+def test_a_link_that_has_carried_more_than_it_could_is_quicker(
+    monkeypatch: pytest.MonkeyPatch, took_s: float, known: bool
+) -> None:
+    """Three units' slices of a second each, by the plan, that are back when backward is over."""
+    order, grad_groups = order_of(1.0, 2.0)
+    planned = order._seconds[0]
+    for grad_group in grad_groups:
+        grad_group.ready_s = 1.0
+        for one in grad_group.slices:
+            one.work = Back()  # type: ignore[assignment]
+    for _ in range(2):
+        monkeypatch.setattr(schedule.time, "perf_counter", lambda: 11.0 + took_s)
+        order.end(grad_groups, 10.0)  # the first slice left after one second
+    order.begin()
+    expected = [took_s / 6] * 2 if known else planned
+    assert order._seconds[0] == pytest.approx(expected)
 
 
 def names_where(divided: int, *, idle: bool = False) -> list[str]:
