@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -161,9 +161,7 @@ class Elsewhere:
         from ..executor.launch.hosts.kubernetes import KubernetesJob
 
         if not self.python:  # this machine's path says nothing of an image
-            command = HostCommand(
-                ("python",), command.plan, command.options, command.script, command.per_host
-            )
+            command = replace(command, python=("python",))
         job = KubernetesJob(
             command, plan, self.image or "", self._where, self.job_name,
             variables(self.variables), self.gpus,

@@ -42,6 +42,7 @@ from .protocol import (
 )
 
 RecordT = TypeVar("RecordT", bound=Record)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class LauncherLine:
@@ -109,7 +110,7 @@ def _stop(number: int, _: object) -> NoReturn:
 
 def main() -> int:
     """Runs what the launcher orders; the exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, _stop)
     line = LauncherLine()
     line.listen()
@@ -125,6 +126,10 @@ def main() -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    finally:
+        # What is over is not to be ended: the launcher hangs up while this process clears up.
+        for number in (*_SIGNALS, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     return 0
 
 

@@ -141,7 +141,7 @@ def why_not_there(host: str, code: int, lines: Sequence[str], hosts: Hosts) -> M
     """Why a host that has not told of itself is not to be had, from what ssh and it have said."""
     said = "\n".join(lines)
     last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")
-    python = hosts.command[0]
+    python = shlex.join(hosts.command)
     if code == NOT_FOUND:
         return InputError(f"host {host}: there is no {python}; {_INSTALL}")
     known = (
