@@ -52,15 +52,15 @@ def begin(**other):
 """
 
 
-def plan_for_two_hosts() -> Plan:
-    """A plan of VGG-16 for a rank on each of two hosts."""
+def plan_for_hosts(count: int) -> Plan:
+    """A plan of VGG-16 for a rank on each of some hosts."""
     device = Device(name="a100", memory_bytes=40 * 2**30)
-    two = Cluster(
-        name="two",
-        nodes=tuple(Node(name=f"host{i}", devices=(device,)) for i in range(2)),
+    cluster = Cluster(
+        name="hosts",
+        nodes=tuple(Node(name=f"host{i}", devices=(device,)) for i in range(count)),
         levels=(Level(name="inter", latency_s=1e-4, bytes_per_s=1e9),),
     )
-    return make_plan(load_table("vgg16"), two, Goal(batch=32))
+    return make_plan(load_table("vgg16"), cluster, Goal(batch=32))
 
 
 def put_ssh(folder: Path) -> Path:

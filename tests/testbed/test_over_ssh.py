@@ -20,7 +20,7 @@ from meshwright.planner.schema.report import RunReport
 
 from benchmarks.testbed import Bed, Host, missing
 from tests.processes import wait_until
-from tests.ssh import plan_for_two_hosts
+from tests.ssh import plan_for_hosts
 
 SERVER = Path("/usr/sbin/sshd")
 lacking = missing() or (None if SERVER.exists() else "there is no sshd: install openssh-server")
@@ -76,7 +76,7 @@ class SshHosts:
             log = folder / f"server-{host.name}.log"
             assert wait_until(lambda log=log: "listening" in log.read_text()), log.read_text()
         self.idle = [pids(host) for host in bed.hosts]
-        plan: Plan = msgspec.structs.replace(plan_for_two_hosts(), target="mlp")
+        plan: Plan = msgspec.structs.replace(plan_for_hosts(2), target="mlp")
         save(plan, folder / "plan.json")
 
     def start(self, *arguments: str, hosts: str = "host0,host1") -> subprocess.Popen[str]:

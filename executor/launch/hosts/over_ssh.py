@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from .... import __version__
 from ....planner.schema.errors import MeshwrightError
 from ....planner.schema.plan import Plan
 from ....planner.schema.record import decode, encode
 from ....planner.schema.report import RunReport
 from ....planner.schema.text import size
-from ...comm.setups import check_versions, other_devices
+from ...comm.setups import check_versions, other_devices, software
 from ..background import Background
 from ..processes import check_plan
 from .protocol import (
@@ -186,7 +185,7 @@ class _SshRun:
             self._connections.append(connection)
             self._running.add(number)
             connection.send(token.encode())
-            connection.send(__version__.encode())
+            connection.send(dict(software())["meshwright"].encode())
             connection.tell("order", self._work.order(number, self._hosts))
 
     def _compare(self) -> None:

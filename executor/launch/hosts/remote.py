@@ -20,12 +20,11 @@ from typing import NoReturn, TypeVar
 import msgspec
 import torch
 
-from .... import __version__
 from ....planner.schema.errors import InputError, MeshwrightError
 from ....planner.schema.plan import Plan
 from ....planner.schema.record import Record, decode
 from ....planner.schema.report import RunReport
-from ...comm.setups import setup_here
+from ...comm.setups import setup_here, software
 from ...headroom import free_bytes
 from ..launch import check_script, differences, launch
 from ..processes import Ranks, check_plan
@@ -115,9 +114,10 @@ def main() -> int:
     line = LauncherLine()
     line.listen()
     try:
-        if line.version != __version__:
+        mine = dict(software())["meshwright"]
+        if line.version != mine:
             raise InputError(
-                f"Meshwright is {__version__} here and {line.version} where it was launched: "
+                f"Meshwright is {mine} here and {line.version} where it was launched: "
                 "install the same on all hosts"
             )
         _serve(line)

@@ -15,9 +15,9 @@ from meshwright.executor.launch.hosts.kubernetes import KubernetesJob
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import decode
 
-from tests.ssh import plan_for_two_hosts
+from tests.ssh import plan_for_hosts
 
-PLAN = plan_for_two_hosts()
+PLAN = plan_for_hosts(2)
 
 ODD = "a b\"c'd;$(HOME)$$(X)$\n"
 

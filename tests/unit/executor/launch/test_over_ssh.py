@@ -20,9 +20,9 @@ from meshwright.executor.launch.hosts.ssh import ssh_command
 from meshwright.planner.schema.errors import MemoryRunError
 
 from tests.processes import alive, wait_until
-from tests.ssh import behave, behave_as_host, plan_for_two_hosts, put_ssh
+from tests.ssh import behave, behave_as_host, plan_for_hosts, put_ssh
 
-PLAN = plan_for_two_hosts()
+PLAN = plan_for_hosts(2)
 WAIT = "begin()\nhear()\n"
 FIGURES = "{'step_s': 1.0}"
 REPORT = (

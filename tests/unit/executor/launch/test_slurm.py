@@ -117,7 +117,7 @@ def test_what_is_asked_of_slurm():
     "option", ["a b", "x='y'", "x=#y", "x=1\n#SBATCH --y", "-p gpu", "X=1", "x="]
 )
 def test_an_option_that_the_script_cannot_hold(option):
-    with pytest.raises(InputError, match="--slurm-option .* cannot stand in a script"):
+    with pytest.raises(InputError, match=r"--slurm-option .* cannot stand in a script"):
         plain(options=(option,)).script()
 
 
@@ -151,5 +151,5 @@ def test_the_script_is_submitted(folder, monkeypatch):
     program(folder / "sbatch", '#!/bin/sh\necho "Submitted batch job 7 of $1"\n')
     assert submit(folder / "job") == f"Submitted batch job 7 of {folder / 'job'}"
     program(folder / "sbatch", "#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
-    with pytest.raises(RunError, match="sbatch refused .*job: invalid partition"):
+    with pytest.raises(RunError, match=r"sbatch refused .*job: invalid partition"):
         submit(folder / "job")
