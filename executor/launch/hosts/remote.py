@@ -95,7 +95,11 @@ class LauncherLine:
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
-        os.kill(os.getpid(), number)
+        # To the main thread, which may wait: a signal for the process may come to another, and then
+        # interrupts nothing.
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        signal.pthread_kill(main_thread, number)
         # The engine may wait where no signal is looked at (for other hosts, say). Ranks end with
         # this process, by the kernel.
         clock = threading.Timer(GRACE_S, os._exit, (1,))
