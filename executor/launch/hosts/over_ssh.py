@@ -21,16 +21,8 @@ from ....planner.schema.text import size
 from ...comm.setups import check_versions, other_devices, software
 from ..background import Background
 from ..processes import check_plan
-from .protocol import (
-    GRACE_S,
-    HEARTBEAT_S,
-    ForwardedSignal,
-    HostFailure,
-    HostOrder,
-    HostReady,
-    Meeting,
-    error_of,
-)
+from .protocol import HEARTBEAT_S, HostFailure, HostOrder, HostReady, Meeting, error_of
+from .remote import GRACE_S
 from .settings import Hosts
 from .ssh import KEPT_LINES, HostConnection, HostEvent, ssh_command, why_ended, why_not_there
 
@@ -249,7 +241,7 @@ class _SshRun:
     def _tell_signal(self, signal_number: int) -> None:
         self._explained.update(self._running)
         for number in self._running:
-            self._connections[number].tell("signal", ForwardedSignal(number=signal_number))
+            self._connections[number].send(b"signal %d" % signal_number)
 
     def _wait_for_ends(self) -> None:
         deadline = time.monotonic() + _TO_END_S

@@ -1,8 +1,8 @@
 """What a launcher and a host tell each other over ssh, line by line.
 
 To the host: a token and the launcher's version, a line each; then lines of a word and JSON:
-``order``, on host 0 ``meet``, ``go``, and from then on ``alive`` and perhaps ``signal``. The end of
-them, or none for ``SILENCE_S``, ends the host's ranks.
+``order``, on host 0 ``meet``, ``go``, and meanwhile ``alive`` and perhaps ``signal``, with its
+number. The end of them, or none for ``remote.SILENCE_S``, ends the host's ranks.
 
 From the host, among the lines that ranks print: the token, a word and JSON, as ``ready``, ``met``,
 ``report`` and ``failed``.
@@ -20,10 +20,6 @@ from ...comm.setups import HostSetup
 from ..background import Background
 
 HEARTBEAT_S = 10.0
-# A launcher that is stopped (Ctrl-Z) or cut off for so long is taken for gone.
-SILENCE_S = 120.0
-# Ranks that are told to end are killed after 5 s by the engine; what goes on then ends after this.
-GRACE_S = 15.0
 
 
 class HostOrder(Record, frozen=True, kw_only=True):
@@ -58,12 +54,6 @@ class Meeting(Record, frozen=True, kw_only=True):
 
     address: str
     port: Index
-
-
-class ForwardedSignal(Record, frozen=True, kw_only=True):
-    """A signal that the launcher got."""
-
-    number: Count
 
 
 class HostFailure(Record, frozen=True, kw_only=True):

@@ -11,36 +11,21 @@ import os
 import queue
 import select
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
 from typing import NoReturn, TypeVar
 
 import msgspec
-import torch
 
-from ....planner.schema.errors import InputError, MeshwrightError
-from ....planner.schema.plan import Plan
+from ....planner.schema.errors import InputError
 from ....planner.schema.record import Record, decode
-from ....planner.schema.report import RunReport
-from ...comm.setups import setup_here, software
-from ...headroom import free_bytes
-from ..launch import check_script, differences, launch
-from ..processes import Ranks, check_plan
-from ..start import address_towards
-from ..worker import STDOUT_TO_STDERR
-from .protocol import (
-    GRACE_S,
-    SILENCE_S,
-    ForwardedSignal,
-    HostOrder,
-    HostReady,
-    Meeting,
-    failure_of,
-)
 
 RecordT = TypeVar("RecordT", bound=Record)
+# A launcher that is stopped (Ctrl-Z) or cut off for so long is taken for gone.
+SILENCE_S = 120.0
+# Ranks that are told to end are killed after 5 s by the engine; what goes on then ends after this.
+GRACE_S = 15.0
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -89,7 +74,7 @@ class LauncherLine:
         for line in self._lines:
             word, _, data = line.partition(b" ")
             if word == b"signal":
-                self._end(decode(ForwardedSignal, data).number)
+                self._end(int(data))
             elif word != b"alive":
                 self._told.put((word.decode(), data))
         self._end(signal.SIGTERM)
@@ -118,98 +103,16 @@ def main() -> int:
     line = LauncherLine()
     line.listen()
     try:
-        mine = dict(software())["meshwright"]
-        if line.version != mine:
-            raise InputError(
-                f"Meshwright is {mine} here and {line.version} where it was launched: "
-                "install the same on all hosts"
-            )
-        _serve(line)
-    except MeshwrightError as error:
-        line.tell("failed", failure_of(error))
-        return error.exit_code
+        # Takes seconds, in which the launcher may already hang up.
+        from .serve import serve
+
+        return serve(line)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
         # What is over is not to be ended: the launcher hangs up while this process clears up.
         for number in (*_SIGNALS, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-    return 0
-
-
-def _serve(line: LauncherLine) -> None:
-    order = line.wait_for("order", HostOrder)
-    os.environ.update(order.environment)
-    try:
-        os.chdir(order.folder)
-    except OSError as error:
-        raise InputError(
-            f"the working folder {order.folder} cannot be entered ({error.strerror}): make it, or "
-            "name another with --folder"
-        ) from None
-    plan = decode(Plan, order.plan.encode(), "the plan")
-    check_plan(plan, sum(order.per_host))
-    check_script(order.script)
-    line.tell("ready", _ready(plan, order))
-    if order.node_rank == 0:
-        line.tell("met", meeting_place(line.wait_for("meet", Meeting)))
-    place = line.wait_for("go", Meeting)
-    ranks = Ranks(
-        nproc=order.per_host[order.node_rank],
-        nodes=len(order.per_host),
-        node_rank=order.node_rank,
-        rendezvous=f"{place.address}:{place.port}",
-        timeout_s=order.timeout_s,
-        environment={STDOUT_TO_STDERR: "1"} if order.quiet else {},
-        per_host=order.per_host,
-    )
-
-    def at_end(report: RunReport | None) -> None:
-        if report is not None:
-            line.tell("report", report)
-
-    launch(plan, order.script, order.steps, ranks, order.background, at_end, _say)
-
-
-def _say(text: str) -> None:
-    if text:
-        print(f"note: {text}", file=sys.stderr, flush=True)
-
-
-def _ready(plan: Plan, order: HostOrder) -> HostReady:
-    here = order.per_host[order.node_rank]
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    on_gpus = gpus >= here
-    # To ask a GPU for its free memory would take some of it: ranks do (``check_headroom``).
-    free = None if on_gpus else free_bytes(torch.device("cpu"))
-    # The client's address and port, then this host's own, as the client reached it.
-    reached = os.environ.get("SSH_CONNECTION", "").split()
-    return HostReady(
-        setup=setup_here(torch.device("cuda" if on_gpus else "cpu")),
-        address=reached[2] if len(reached) == 4 else "",
-        free_bytes=free,
-        notes=tuple(differences(plan, here)),
-    )
-
-
-def meeting_place(asked: Meeting) -> Meeting:
-    """An address of this host on the way to the one that is named, and a port that is free now.
-
-    Raises ``InputError`` where the port that was asked for is in use.
-    """
-    address = address_towards(asked.address) or asked.address
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As the store does: ports of connections that have just ended are free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", asked.port))
-        except OSError as error:
-            raise InputError(
-                f"port {asked.port}, at which hosts were to meet, cannot be had "
-                f"({error.strerror}): name another with --rendezvous :PORT, or none for a free one"
-            ) from None
-        return Meeting(address=address, port=int(probe.getsockname()[1]))
 
 
 if __name__ == "__main__":

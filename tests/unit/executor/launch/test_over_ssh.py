@@ -15,7 +15,7 @@ import pytest
 from meshwright import Hosts, InputError, RunError
 from meshwright.executor.launch.hosts.over_ssh import HostWork, launch_over_ssh, meeting_peer
 from meshwright.executor.launch.hosts.protocol import Meeting
-from meshwright.executor.launch.hosts.remote import meeting_place
+from meshwright.executor.launch.hosts.serve import meeting_place
 from meshwright.executor.launch.hosts.ssh import ssh_command
 from meshwright.planner.schema.errors import MemoryRunError
 
@@ -159,7 +159,7 @@ def test_the_first_of_several_failures_is_raised(ssh):
 
 def test_hosts_of_a_failed_one_are_ended(ssh, monkeypatch):
     monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh._TO_TELL_S", 0.2)
-    behave_as_host(ssh, "a", "begin()\nassert hear('signal') == {'number': 15}\nsys.exit(143)\n")
+    behave_as_host(ssh, "a", "begin()\nassert hear('signal') == 15\nsys.exit(143)\n")
     lacking = failing(1.0, "no memory").replace(
         "exit_code", "memory=True, details=['more'], limit_bytes=7, exit_code"
     )
@@ -196,7 +196,7 @@ def test_signals_are_passed_on(ssh, tmp_path, number, error):
             ssh,
             host,
             f"begin()\nPath({begun!r}).touch()\n"
-            f"number = hear('signal')['number']\nPath({got!r}).write_text(str(number))\n",
+            f"number = hear('signal')\nPath({got!r}).write_text(str(number))\n",
         )
 
     def when_begun() -> None:
