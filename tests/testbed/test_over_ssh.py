@@ -165,7 +165,7 @@ REFUSED = [
 @pytest.mark.parametrize(("arguments", "sentence"), REFUSED)
 def test_what_is_not_as_it_should_be_is_one_sentence(hosts, arguments, sentence):
     on_host_1 = '#!/bin/sh\nif [ "$(hostname)" = host1 ]; then {0}; fi\nexec {1} "$@"\n'
-    without = "unset PYTHONPATH; set -- -I -c 'import meshwright.x'"
+    without = "unset PYTHONPATH; set -- -S -c 'import meshwright'"
     later = f"export PYTHONPATH={hosts.folder}/later:$PYTHONPATH"
     for name, change in (("bare", without), ("other", later)):
         path = hosts.folder / name
