@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .cli.demonstration import demo
     from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
+    from .executor.launch.hosts.settings import Hosts
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
         exchange_state_dict,
@@ -53,6 +54,7 @@ _HOMES = {
         "front launch multiplex plan probe profile sizes verify"
     ),
     ".executor.launch.background": "Background",
+    ".executor.launch.hosts.settings": "Hosts",
     ".cli.demonstration": "demo",
     ".executor.gradients.feedback": "Lossy",
     ".executor.micro": "join micro_batches",
@@ -76,6 +78,7 @@ __all__ = [
     "Batch",
     "Cluster",
     "Goal",
+    "Hosts",
     "InfeasibleError",
     "InputError",
     "Lossy",

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
     from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
+    from .executor.launch.hosts.settings import Hosts
     from .executor.launch.losses import LossComparison
     from .executor.launch.progress import Step
     from .executor.launch.verify import Verification
@@ -453,12 +454,13 @@ def launch(
     script: Sequence[str] = (),
     *,
     steps: int = 30,
-    ranks_here: int | None = None,
+    ranks_here: int | Sequence[int] | None = None,
     nodes: int = 1,
     node_rank: int = 0,
     rendezvous: str | None = None,
     timeout_s: float | None = None,
     quiet: bool = False,
+    hosts: Hosts | None = None,
     background: Background | str | None = None,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
@@ -468,25 +470,41 @@ def launch(
     ``script`` with its arguments is run on every rank, where ``auto_parallelize`` picks the plan
     up; without one the plan's own workload is trained for ``steps``. ``ranks_here`` processes start
     on this machine, which is host ``node_rank`` of ``nodes``; the hosts meet at ``rendezvous``
-    (HOST:PORT of host 0). ``quiet`` sends what ranks print to stderr. Returns None on hosts other
-    than 0, and where a script made too few optimizer steps under the plan to measure. Raises
-    ``InputError`` for a plan that cannot be run so, ``RunError`` for a run that failed; no process
-    is left behind.
+    (HOST:PORT of host 0). Where hosts have different numbers of ranks, ``ranks_here`` are those of
+    all. ``hosts`` are started from here instead, over ssh (``Hosts``), with ``ranks_here`` on each;
+    what they print has their names in front. ``quiet`` sends what ranks print to stderr. Returns
+    None on hosts other than 0, and where a script made too few optimizer steps under the plan to
+    measure. Raises ``InputError`` for a plan that cannot be run so, ``RunError`` for a run that
+    failed; no process is left behind.
 
     ``background`` is a job for what the run leaves idle on this host: a command, a plan's file, or
     ``Background`` with settings. ``at_end`` is told the result when the run is over, the return may
     be later: when the background job is. ``say`` is told what that has had and cost.
     """
     from .executor.launch.background import Background
-    from .executor.launch.launch import launch, ranks_for
+    from .executor.launch.hosts.over_ssh import HostWork, launch_over_ssh
+    from .executor.launch.hosts.settings import counts_of
+    from .executor.launch.launch import launch, ranks_for, ranks_of_hosts
 
-    # Wrong counts and hosts are refused before a process is started.
-    ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
     background_job = (
         Background(background, limit=plan.goal.background_limit)
         if isinstance(background, str)
         else background
     )
+    if hosts is not None:
+        if (nodes, node_rank, rendezvous) != (1, 0, None):
+            raise InputError(
+                "hosts say themselves how many they are and where they meet: leave out nodes, "
+                "node_rank and rendezvous (Hosts has one)"
+            )
+        counts = ranks_of_hosts(plan, ranks_here or counts_of(hosts), len(hosts.names))
+        work = HostWork(
+            plan=plan, script=tuple(script), steps=steps, per_host=counts, timeout_s=timeout_s,
+            quiet=quiet, background=background_job,
+        )  # fmt: skip
+        return launch_over_ssh(work, hosts, at_end, say)
+    # Wrong counts and hosts are refused before a process is started.
+    ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
     return launch(plan, script, steps, ranks, background_job, at_end, say)
 
 

@@ -69,6 +69,9 @@ def _dtype(name: str) -> Literal["float64", "float32", "own"]:
     return names[name]
 
 
+_FLAGS = ("--json", "--dry-run", "--submit", "--help", "-h")
+
+
 def separate_script(arguments: Sequence[str]) -> list[str]:
     """``launch``'s arguments with ``--`` before SCRIPT: what follows it are the script's options,
     what precedes it are ours, on whichever side of PLAN they stand."""
@@ -84,7 +87,7 @@ def separate_script(arguments: Sequence[str]) -> list[str]:
                 return [*arguments[:at], "--", *arguments[at:]]
         # Which options take a value is not asked of typer, which has not parsed them yet: all of
         # launch's do but these.
-        takes_value = ours and "=" not in word and word not in ("--json", "--help", "-h")
+        takes_value = ours and "=" not in word and word not in _FLAGS
         at += 2 if takes_value else 1
     return list(arguments)
 
@@ -106,20 +109,47 @@ def launch(
     background_at_end: options.BackgroundAtEnd = None,
     background_grace: options.BackgroundGrace = 30.0,
     background_log: options.BackgroundLog = Path("background.log"),
+    hosts: options.HostNames = None,
+    hostfile: options.HostFile = None,
+    ssh_config: options.SshConfig = None,
+    ssh_option: options.SshOptions = None,
+    remote_python: options.RemotePython = "",
+    folder: options.Folder = "",
+    env: options.Variables = None,
+    dry_run: options.DryRun = False,
+    slurm: options.SlurmScript = None,
+    slurm_option: options.SlurmOptions = None,
+    submit: options.Submit = False,
+    kubernetes: options.Kubernetes = None,
+    image: options.Image = None,
+    gpus: options.GpusPerHost = None,
+    job_name: options.JobName = "meshwright",
     json: options.Json = False,
 ) -> None:
-    """Run a plan, and end with what was predicted beside what was measured."""
+    """Run a plan, here or on several hosts, and end with what was predicted beside what was
+    measured."""
     from .. import api
-    from ..executor.launch.launch import differences
+    from . import elsewhere
 
     # Before the training, which may take days.
     check_out(report)
     made = load(Plan, plan_file, "PLAN")
-    here = nproc or made.world_size // max(nnodes, 1)
-    # Another number of ranks is refused by the launch itself.
-    if here * nnodes == made.world_size:
-        for text in differences(made, here):
-            note(text)
+    given = given_options(context)
+    asked = elsewhere.Elsewhere(
+        given=frozenset(given), hosts=hosts, hostfile=hostfile, slurm=slurm, kubernetes=kubernetes,
+        ssh_config=ssh_config, ssh_options=tuple(ssh_option or ()), python=remote_python,
+        folder=folder, variables=tuple(env or ()), rendezvous=rendezvous, dry_run=dry_run,
+        slurm_options=tuple(slurm_option or ()), submit=submit, image=image, gpus=gpus,
+        job_name=job_name,
+    )  # fmt: skip
+    asked.check()
+    found_hosts = asked.found_hosts()
+    if dry_run or slurm is not None or kubernetes is not None:
+        words = elsewhere.own_words(context.params, given)
+        asked.write(made, plan_file, words, script or (), elsewhere.Nodes(nnodes, nproc))
+        return
+    if found_hosts is None:
+        _note_differences(made, nproc, nnodes, node_rank)
     background_job = None
     if background is not None:
         background_job = Background(
@@ -131,10 +161,8 @@ def launch(
             log=str(background_log),
         )
     else:
-        # Defaults look like values: only the context knows which options were given.
-        for name, source in ((n, context.get_parameter_source(n)) for n in context.params):
-            given = source is not None and source.name == "COMMANDLINE"
-            if given and name.startswith("background_"):
+        for name in given_options(context):
+            if name.startswith("background_"):
                 option = "--" + name.replace("_", "-")
                 raise InputError(f"{option} concerns a background job: add --background COMMAND")
     # The report is shown when the run is over. This may return later, when the background is done.
@@ -145,14 +173,36 @@ def launch(
         ranks_here=nproc,
         nodes=nnodes,
         node_rank=node_rank,
-        rendezvous=rendezvous,
+        rendezvous=None if found_hosts else rendezvous,
         timeout_s=timeout,
         # With --json stdout is the report's alone.
         quiet=json,
+        hosts=found_hosts,
         background=background_job,
         at_end=lambda found: _show(found, made, report, first=node_rank == 0, json=json),
         say=note,
     )
+
+
+def given_options(context: typer.Context) -> set[str]:
+    """The parameters that the command line has. Defaults look like values: only the context knows
+    which were given."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {n for n, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+def _note_differences(plan: Plan, nproc: Sequence[int] | None, nnodes: int, node_rank: int) -> None:
+    """Says what this host has that the plan was not made for."""
+    from ..executor.launch.launch import differences, ranks_of_hosts
+
+    try:
+        counts = ranks_of_hosts(plan, nproc, nnodes)
+    except InputError:
+        return
+    # Another number of ranks is refused by the launch itself.
+    if sum(counts) == plan.world_size and node_rank < nnodes:
+        for text in differences(plan, counts[node_rank]):
+            note(text)
 
 
 def _show(

@@ -152,12 +152,72 @@ Script = Annotated[
 ]
 Steps = Annotated[int, whole("Steps to train, where no script is given.")]
 RanksHere = Annotated[
-    int | None, whole("Ranks to start here (default: the plan's over the hosts).")
+    Sequence[int] | None,
+    counts("Ranks of each host, or such as 2,1 (default: the plan's over the hosts)."),
 ]
 Hosts = Annotated[int, whole("Hosts.")]
 HostNumber = Annotated[int, whole("Which of them this is, from 0.", least=0)]
-Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT of host 0, the same on all hosts.")]
+Rendezvous = Annotated[
+    str | None,
+    typer.Option(
+        help="HOST:PORT of host 0, the same on all hosts (with --hosts :PORT will do, or nothing)."
+    ),
+]
 Report = Annotated[Path | None, typer.Option(help="Write the figures here.")]
+
+# -- launch on hosts elsewhere ---------------------------------------------------------------------
+
+HostNames = Annotated[
+    str | None,
+    typer.Option("--hosts", help="Run on these hosts over ssh, in the plan's order: a,user@b."),
+]
+HostFile = Annotated[
+    Path | None, typer.Option("--hostfile", help="The same from a file: 'a slots=2', one a line.")
+]
+SshConfig = Annotated[Path | None, typer.Option(help="A configuration for ssh (its -F).")]
+SshOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ssh-option", metavar="NAME=VALUE", help="For ssh (its -o). May be given several times."
+    ),
+]
+RemotePython = Annotated[
+    str,
+    typer.Option(metavar="COMMAND", help="What starts Python there (default: this one's path)."),
+]
+Folder = Annotated[str, typer.Option(help="The working folder there (default: this one's path).")]
+Variables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        metavar="NAME[=VALUE]",
+        help="A variable for the ranks there. May be given several times.",
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would run there, and run and write nothing.")
+]
+SlurmScript = Annotated[
+    Path | None,
+    typer.Option("--slurm", help="Write a job's script for sbatch, for --nnodes nodes."),
+]
+SlurmOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slurm-option",
+        metavar="NAME[=VALUE]",
+        help="For sbatch, such as partition=gpu. May be given several times.",
+    ),
+]
+Submit = Annotated[bool, typer.Option("--submit", help="Give the script to sbatch.")]
+Kubernetes = Annotated[
+    Path | None, typer.Option(help="Write a JobSet for Kubernetes, of --nnodes pods.")
+]
+Image = Annotated[str | None, typer.Option(help="The image of its pods.")]
+GpusPerHost = Annotated[
+    int | None, whole("GPUs to ask Slurm or Kubernetes for on each host (default: none).")
+]
+JobName = Annotated[str, typer.Option(help="The job's name for Slurm or Kubernetes.")]
 
 # -- another job in what the run leaves idle ------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Applies a plan to a model and its optimizer, in place."""
 
+import warnings
 from dataclasses import replace
 from itertools import count
 
@@ -150,6 +151,10 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
 
 
 def _agree(run: Run, model: nn.Module) -> None:
+    # First what explains the rest: another version may well build another model.
+    different = run.control.agree_on_setup(device_of(model))
+    if different is not None and run.world.rank == 0:
+        warnings.warn(different, stacklevel=5)
     # Of another model or plan a rank would issue other collectives: a hang, or wrong sums.
     tensors = (*model.named_parameters(), *model.named_buffers())
     text = ";".join(f"{n}{tuple(t.shape)}{t.dtype}{t.requires_grad}" for n, t in tensors)

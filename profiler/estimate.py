@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..executor.launch.start import software
+from ..executor.comm.setups import software
 from ..executor.optimizer.chunks import steps_of
 from ..executor.optimizer.kinds import optimizer_for
 from ..models.compiled import uncompiled

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from ..executor.launch.start import device_name, memory_bytes, software
+from ..executor.comm.setups import device_name, software
+from ..executor.launch.start import memory_bytes
 from ..planner.cost.collectives import Fabric, rings
 from ..planner.schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
 from ..planner.schema.errors import InputError

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ..executor.launch.start import device_name, software
+from ..executor.comm.setups import device_name, software
 from ..models.compiled import CompiledRegions, ancestors, uncompiled
 from ..models.precision import measured_in
 from ..models.replay import capture, preserved

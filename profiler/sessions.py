@@ -18,17 +18,12 @@ import torch
 import torch.distributed as dist
 
 from ..executor.comm.agreement import rank_zero_decides, together
+from ..executor.comm.setups import device_name, software
 from ..executor.launch.attribution import check_mean
 from ..executor.launch.devices import local_device
 from ..executor.launch.processes import Ranks
 from ..executor.launch.progress import Step
-from ..executor.launch.start import (
-    device_name,
-    memory_bytes,
-    software,
-    start_process_group,
-    under_torchrun,
-)
+from ..executor.launch.start import memory_bytes, start_process_group, under_torchrun
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
 from ..models.compiled import described, uncompiled

@@ -5,6 +5,7 @@ that they are not in the same forward, before anything goes wrong in silence.
 """
 
 import hashlib
+import socket
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.schema.errors import InputError, RunError
+from ...planner.schema.record import decode, encode
 from .groups import World
+from .setups import HostSetup, check_versions, digest_text, other_devices, setup_here
 from .watchdog import Watchdog
 
 
@@ -89,11 +92,53 @@ class Control:
 
     def agree(self, what: str, digest: int, remedy: str) -> None:
         """Raises ``InputError`` unless every rank has the same digest. Collective."""
-        digests = [row[0] for row in self.gather([digest], f"the comparison of {what}").rows()]
+        digests = self._column(digest, f"the comparison of {what}")
         odd = [r for r, other in enumerate(digests) if other != digests[0]]
         if odd:
-            names = ", ".join(str(r) for r in odd)
-            raise InputError(f"{what} of rank {names} differs from that of rank 0: {remedy}")
+            hosts = self.texts(socket.gethostname(), "the names of hosts")
+            names = _with_hosts(odd, hosts)
+            raise InputError(
+                f"{what} of rank {names} differs from that of rank {_with_hosts([0], hosts)}: "
+                f"{remedy}"
+            )
+
+    def agree_on_setup(self, device: torch.device) -> str | None:
+        """Raises ``InputError`` where hosts have other versions; a sentence where they compute on
+        other devices. Collective."""
+        mine = setup_here(device)
+        doing = "the comparison of versions and devices"
+        digests = self._column(digest(digest_text(mine)), doing)
+        # What differs is shown only where something does: all ranks know whether.
+        if len(set(digests)) == 1:
+            return None
+        setups = [
+            decode(HostSetup, text.encode()) for text in self.texts(encode(mine).decode(), doing)
+        ]
+        check_versions(setups)
+        return other_devices(setups)
+
+    def texts(self, text: str, doing: str) -> list[str]:
+        """The text of every rank, in their order. Collective."""
+        data = text.encode()
+        lengths = self._column(len(data), doing)
+        padded = [*data, *(0 for _ in range(max(lengths) - len(data)))]
+        rows = self.gather(padded, doing).rows()
+        return [
+            bytes(int(value) for value in row[:length]).decode()
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+
+    def _column(self, value: int, doing: str) -> list[int]:
+        return [int(row[0]) for row in self.gather([value], doing).rows()]
+
+
+def _with_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """``2, 3 (host b)``; ranks alone where all are on one host."""
+    numbers = ", ".join(map(str, ranks))
+    if len(set(hosts)) == 1:
+        return numbers
+    names = dict.fromkeys(hosts[rank] for rank in ranks)
+    return f"{numbers} ({'host' if len(names) == 1 else 'hosts'} {', '.join(names)})"
 
 
 class Header:

@@ -21,6 +21,7 @@ from ...planner.solve.problem import Problem
 from ...planner.solve.solver import solve
 from ..background.job import Job, background_job
 from ..capability import CAPABILITY
+from ..comm.setups import device_name
 from ..headroom import command, forecast, less_than
 from .background import (
     Background,
@@ -38,7 +39,7 @@ from .report import (
     background_figures,
     report_of_script,
 )
-from .start import cores, device_name
+from .start import cores
 from .tasks import PLAN, Task, run_task
 from .worker import STDOUT_TO_STDERR
 
@@ -58,19 +59,14 @@ def launch(
     """See ``api.launch``. None where this host has no rank 0, or where a script made too few
     optimizer steps under the plan to measure. ``say`` is told of the background job."""
     check_plan(plan, ranks.world_size)
-    if script and script[0] == "-m":
-        if len(script) < 2:
-            raise InputError("-m names no module: write -m package.module")
-    elif script and not Path(script[0]).is_file():
-        raise InputError(f"there is no script {script[0]}: name a Python file, or -m and a module")
+    check_script(script)
     if background is None:
         report = run(plan, script, steps, ranks)
         at_end(report)
         return report
     # Each host has a background job of its own, beside the ranks that it starts.
-    here = range(ranks.node_rank * ranks.nproc, (ranks.node_rank + 1) * ranks.nproc)
     with background_job(background.settings()) as job, _stopped_with_run(job, say):
-        say(outlook(plan, here))
+        say(outlook(plan, ranks.here))
         if (late := over_step_limit(plan, background.limit)) is not None:
             say(late)
         report = run(plan, script, steps, ranks.telling(job.environment))
@@ -86,6 +82,15 @@ def launch(
             say(f"the background job goes on, output in {background.log}; Ctrl-C ends it")
             say(has_ended(job.wait(), background.log))
     return report
+
+
+def check_script(script: Sequence[str]) -> None:
+    """Raises ``InputError`` for a script that is not on this host."""
+    if script and script[0] == "-m":
+        if len(script) < 2:
+            raise InputError("-m names no module: write -m package.module")
+    elif script and not Path(script[0]).is_file():
+        raise InputError(f"there is no script {script[0]}: name a Python file, or -m and a module")
 
 
 @contextlib.contextmanager
@@ -154,7 +159,7 @@ def _ranks(count: int) -> str:
 
 def ranks_for(
     plan: Plan,
-    ranks_here: int | None,
+    ranks_here: int | Sequence[int] | None,
     nodes: int,
     node_rank: int,
     rendezvous: str | None,
@@ -162,15 +167,33 @@ def ranks_for(
     quiet: bool,
 ) -> Ranks:
     """The ranks of this host: the plan's, divided over the hosts, where no number is given."""
-    if ranks_here is None:
-        ranks_here, left = divmod(plan.world_size, max(nodes, 1))
+    counts = ranks_of_hosts(plan, ranks_here, nodes)
+    environment = {STDOUT_TO_STDERR: "1"} if quiet else {}
+    here = counts[node_rank] if 0 <= node_rank < nodes else counts[0]  # refused by Ranks itself
+    return Ranks(here, nodes, node_rank, rendezvous, timeout_s, environment, counts)
+
+
+def ranks_of_hosts(plan: Plan, asked: int | Sequence[int] | None, nodes: int) -> tuple[int, ...]:
+    """How many ranks start on each of some hosts: the plan's, divided over them, or those that are
+    asked for, one number for each host or one for all."""
+    if asked is None:
+        each, left = divmod(plan.world_size, max(nodes, 1))
         if left:
             raise InputError(
                 f"the plan's {plan.world_size} ranks do not divide over {nodes} hosts: use as many "
-                "hosts as divide them"
+                f"hosts as divide them, or say how many each has (--nproc "
+                f"{','.join(str(each + (n < left)) for n in range(nodes))})"
             )
-    environment = {STDOUT_TO_STDERR: "1"} if quiet else {}
-    return Ranks(ranks_here, nodes, node_rank, rendezvous, timeout_s, environment)
+        return (each,) * max(nodes, 1)
+    counts = (asked,) if isinstance(asked, int) else tuple(asked)
+    if len(counts) == 1:
+        return counts * max(nodes, 1)
+    if len(counts) != nodes:
+        raise InputError(
+            f"--nproc has numbers for {len(counts)} hosts and there are {nodes}: give one for "
+            "each, or one for all"
+        )
+    return counts
 
 
 def with_a_plan_that_fits(error: MemoryRunError, plan: Plan) -> MemoryRunError:

@@ -20,11 +20,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ...planner.schema.errors import InfeasibleError, InputError, MemoryRunError, RunError
+from ...planner.schema.errors import (
+    InfeasibleError,
+    InputError,
+    MemoryRunError,
+    MeshwrightError,
+    RunError,
+)
 from ...planner.schema.plan import Plan
 from ..capability import CAPABILITY
 from .start import cores
@@ -41,7 +48,8 @@ class Ranks:
     """How many ranks to start, and where.
 
     ``nproc`` on this host, which is number ``node_rank`` of ``nodes``; with several,
-    ``rendezvous`` is the HOST:PORT of host 0. ``timeout_s`` ends the run, whatever it does.
+    ``rendezvous`` is the HOST:PORT of host 0. ``per_host`` are the numbers of all hosts, where
+    these differ. ``timeout_s`` ends the run, whatever it does.
     """
 
     nproc: int
@@ -50,6 +58,7 @@ class Ranks:
     rendezvous: str | None = None
     timeout_s: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    per_host: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.nproc < 1 or self.nodes < 1:
@@ -73,8 +82,15 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all hosts, which each start the same number."""
-        return self.nproc * self.nodes
+        """Ranks on all hosts."""
+        return sum(self.per_host) or self.nproc * self.nodes
+
+    @property
+    def here(self) -> range:
+        """The numbers of this host's ranks."""
+        before = self.per_host or (self.nproc,) * self.nodes
+        first = sum(before[: self.node_rank])
+        return range(first, first + self.nproc)
 
 
 def check_plan(plan: Plan, world_size: int) -> None:
@@ -110,10 +126,27 @@ def run_ranks(program: Sequence[str], ranks: Ranks, folder: Path) -> None:
                     f"the run was ended after its limit of {ranks.timeout_s:g} s: allow more time"
                 ) from None
             raise _failure(folder, error) from None
+        except DistError as error:
+            raise _did_not_meet(ranks, error) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
+
+
+def _did_not_meet(ranks: Ranks, error: DistError) -> RunError:
+    """Why hosts did not find each other, before any rank was started."""
+    said = str(error)
+    if "EADDRINUSE" in said:
+        port = (ranks.rendezvous or "").rpartition(":")[2]
+        return RunError(
+            f"port {port} is in use on this host, by another run perhaps: give all hosts another "
+            "(--rendezvous)"
+        )
+    return RunError(
+        f"the {ranks.nodes} hosts did not meet at {ranks.rendezvous} ({said.splitlines()[0]}): "
+        "start all of them, with the address of the first, which the others must reach"
+    )
 
 
 def _configuration(ranks: Ranks, folder: Path) -> LaunchConfig:
@@ -199,21 +232,30 @@ def _time_limit(ranks: Ranks, folder: Path) -> Iterator[threading.Event]:
             thread.join()
 
 
-def _failure(folder: Path, error: ChildFailedError) -> Exception:
+def _failure(folder: Path, error: ChildFailedError) -> MeshwrightError:
     """What a rank has written of its failure, the earliest; else how its process ended."""
     written = [json.loads(p.read_bytes()) for p in folder.glob("failure-*.json")]
     killed = [r for r, f in error.failures.items() if f.exitcode == -signal.SIGKILL]
     # One that was killed wrote nothing, and what its peers wrote is of what came of that. The
     # kernel kills so where memory has run out.
     if killed and not any(failed["memory"] for failed in written):
-        return MemoryRunError(
+        lacking = MemoryRunError(
             f"rank {min(killed)} ended with SIGKILL (out of memory?); its own output says more"
         )
+        lacking.failed_at = 0.0  # before all that came of it, on other hosts too
+        return lacking
     if not written:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         return RunError(f"rank {rank} ended with {how}; its own output says more")
     first = min(written, key=lambda failed: float(failed["time"]))
+    raised = _error_of(first)
+    raised.failed_at = float(first["time"])
+    return raised
+
+
+def _error_of(first: dict[str, Any]) -> MeshwrightError:
+    """What a rank has written, as an error."""
     message = first["message"]
     if first["exit_code"] == InputError.exit_code:
         return InputError(message)

@@ -4,16 +4,13 @@ The process group comes from torchrun's environment, or has this process alone.
 """
 
 import atexit
-import contextlib
 import ctypes
 import datetime
 import os
-import platform
 import socket
+import struct
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -55,7 +52,7 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     limit = datetime.timedelta(seconds=timeout_s)
     if under_torchrun():
         _check_environment()
-        _stay_on_loopback()
+        _choose_interface()
         try:
             dist.init_process_group(backend, timeout=limit)
         except (RuntimeError, ValueError, dist.DistError) as error:
@@ -94,16 +91,51 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _stay_on_loopback() -> None:
-    """Tells gloo to use the loopback interface in a run on one host."""
+def _choose_interface() -> None:
+    """Tells gloo to use the loopback interface in a run on one host, and else the interface on the
+    way to host 0."""
     # By itself it binds to what the host's name resolves to, which on many machines is no address
-    # of theirs or one behind a firewall.
-    if os.environ["MASTER_ADDR"] not in LOOPBACK or "GLOO_SOCKET_IFNAME" in os.environ:
+    # of theirs, the loopback's, or one behind a firewall.
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return
+    host = os.environ["MASTER_ADDR"]
     names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    if host in LOOPBACK:
+        fitting = [name for name in names if name in ("lo", "lo0")]
+    else:
+        own = address_towards(host)
+        fitting = [name for name in names if own and own == _address_of(name)]
+    if fitting:
+        os.environ["GLOO_SOCKET_IFNAME"] = fitting[0]
+
+
+def address_towards(host: str) -> str | None:
+    """This host's own address on the way to another; None where there is no way."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as unsent:
+            unsent.connect(place)  # sends nothing: it only looks up the route
+            return str(unsent.getsockname()[0])
+    except OSError:
+        return None
+
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def _address_of(interface: str) -> str | None:
+    """An interface's first IPv4 address."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+    except OSError:  # it has none
+        return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -131,32 +163,8 @@ def keep_freed_memory() -> bool:
     return bool(set_option(_TRIM_THRESHOLD, _NEVER))
 
 
-def device_name(device: torch.device) -> str:
-    """What a device is called in profiles and clusters."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    lines: list[str] = []
-    with contextlib.suppress(OSError):  # no Linux
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return f"cpu ({next(names, platform.machine())})"
-
-
 def memory_bytes(device: torch.device, sharing: int = 1) -> int:
     """A device's memory; on a CPU the host's, divided among the ``sharing`` ranks on it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // sharing
-
-
-def software() -> tuple[tuple[str, str], ...]:
-    """Names and versions of what measures."""
-    try:
-        ours = version("meshwright")
-    except PackageNotFoundError:  # run from a checkout that was never installed
-        ours = "unknown"
-    return (
-        ("meshwright", ours),
-        ("python", platform.python_version()),
-        ("torch", str(torch.__version__)),
-    )

@@ -10,6 +10,8 @@ class MeshwrightError(Exception):
     """Base of the errors that Meshwright raises on purpose."""
 
     exit_code = 1
+    failed_at: float | None = None
+    """When a rank failed so, in seconds since 1970; None: not known, or not on a rank."""
 
 
 class InputError(MeshwrightError, ValueError):

@@ -10,7 +10,7 @@ from typing import IO
 
 import pytest
 import torch
-from meshwright.executor.launch.start import device_name
+from meshwright.executor.comm.setups import device_name
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import load, save

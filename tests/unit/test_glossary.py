@@ -31,6 +31,9 @@ PLAIN_OPTIONS = {
     "--cluster", "--memory", "--background-log",
     # torchrun's words
     "--nnodes", "--nproc", "--node-rank", "--rendezvous", "--ranks",
+    # of ssh, Slurm and Kubernetes
+    "--hosts", "--ssh-config", "--ssh-option", "--slurm-option", "--submit", "--image", "--gpus",
+    "--job-name", "--env", "--dry-run",
     # of training
     "--batch", "--batches", "--micro-batches", "--optimizer", "--steps", "--seeds", "--dtype",
     # hardware, with its unit

@@ -40,6 +40,7 @@ ORDER = (
     "executor/background",
     "executor",
     "executor/launch",
+    "executor/launch/hosts",
     "profiler",
     "cli/render",
     "api",

@@ -16,6 +16,8 @@ from meshwright.cli.launch import separate_script
         ("launch --timeout=9 p.json -m mine.train -v", "-m mine.train -v"),
         ("launch p.json -- s.py -x", "s.py -x"),
         ("plan launch p.json s.py", None),
+        ("launch p.json --hosts a,b --dry-run s.py --submit", "s.py --submit"),
+        ("launch --submit p.json --slurm job s.py", "s.py"),
     ],
 )
 def test_the_script_begins_after_the_plan(given, script):

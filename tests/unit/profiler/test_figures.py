@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.executor.launch.start import device_name, memory_bytes, software
+from meshwright.executor.comm.setups import device_name, software
+from meshwright.executor.launch.start import memory_bytes
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import OPTIMIZERS

@@ -1,0 +1,1 @@
+"""A run on several hosts: over ssh, as a job of Slurm, as a manifest of Kubernetes."""

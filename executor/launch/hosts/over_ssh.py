@@ -1,0 +1,316 @@
+"""A run on several hosts over ssh, from the first connection until nothing is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ....planner.schema.errors import MeshwrightError
+from ....planner.schema.plan import Plan
+from ....planner.schema.record import decode, encode
+from ....planner.schema.report import RunReport
+from ....planner.schema.text import size
+from ...comm.setups import check_versions, other_devices, software
+from ..background import Background
+from ..processes import check_plan
+from .protocol import HEARTBEAT_S, HostFailure, HostOrder, HostReady, Meeting, error_of
+from .remote import GRACE_S
+from .settings import Hosts
+from .ssh import KEPT_LINES, HostConnection, HostEvent, ssh_command, why_ended, why_not_there
+
+# Where one host has failed, others have so long to tell what they saw of it before they are ended.
+_TO_TELL_S = 3.0
+# What a host may take to end, until its connection is given up.
+_TO_END_S = GRACE_S + 10.0
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """What the hosts run: ``launch``'s arguments, with ``per_host`` ranks on each."""
+
+    plan: Plan
+    script: tuple[str, ...]
+    steps: int
+    per_host: tuple[int, ...]
+    timeout_s: float | None = None
+    quiet: bool = False
+    background: Background | None = None
+
+    def order(self, number: int, hosts: Hosts) -> HostOrder:
+        """Host ``number``'s part of it."""
+        return HostOrder(
+            plan=encode(self.plan).decode(),
+            script=self.script,
+            steps=self.steps,
+            per_host=self.per_host,
+            node_rank=number,
+            folder=hosts.where,
+            environment=hosts.told,
+            timeout_s=self.timeout_s,
+            quiet=self.quiet,
+            background=self.background,
+        )
+
+
+def launch_over_ssh(
+    work: HostWork,
+    hosts: Hosts,
+    at_end: Callable[[RunReport | None], None] = lambda report: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> RunReport | None:
+    """Runs ``work`` on ``hosts`` and returns the report of rank 0, which ``at_end`` gets as soon as
+    it is there; ``say`` gets remarks.
+
+    Every line of a host is printed with its name in front. Raises the error of the rank that failed
+    first, or of the host that is not to be had. Signals are passed on, and what runs on the hosts
+    ends with this call, also where this process is killed.
+    """
+    check_plan(work.plan, sum(work.per_host))
+    run = _SshRun(work, hosts, at_end, say)
+    with _signals_raised():
+        try:
+            return run.conduct()
+        except KeyboardInterrupt:
+            run.stop(signal.SIGINT)
+            raise
+        except _StoppedBySignal as stopped:
+            run.stop(stopped.number)
+            raise SystemExit(128 + stopped.number) from None
+        finally:
+            run.end()
+
+
+class _StoppedBySignal(BaseException):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_raised() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: object) -> NoReturn:
+        raise _StoppedBySignal(number)
+
+    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _SshRun:
+    """The hosts of one run, and what they have told so far."""
+
+    def __init__(
+        self,
+        work: HostWork,
+        hosts: Hosts,
+        at_end: Callable[[RunReport | None], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._work, self._hosts, self._at_end, self._say = work, hosts, at_end, say
+        self._labels = hosts.labels
+        self._events: queue.Queue[HostEvent] = queue.Queue()
+        self._connections: list[HostConnection] = []
+        # Of hosts that have not told of themselves yet, lines are kept rather than printed.
+        self._lines: list[list[str]] = [[] for _ in hosts.names]
+        self._ready: dict[int, HostReady] = {}
+        self._running: set[int] = set()
+        # Those that need not say why they end: they have, or were told to.
+        self._explained: set[int] = set()
+        self._failures: list[MeshwrightError] = []
+        self._report: RunReport | None = None
+        self._beat = time.monotonic()
+
+    def conduct(self) -> RunReport | None:
+        """From the first connection to the last host's end."""
+        self._connect()
+        while len(self._ready) < len(self._connections):
+            self._handle(self._next())
+            self._raise_failure()
+        self._compare()
+        place = self._meet()
+        for connection in self._connections:
+            connection.tell("go", place)
+        self._follow()
+        self._raise_failure()
+        if self._report is None:
+            self._at_end(None)
+        return self._report
+
+    def stop(self, number: int) -> None:
+        """Passes a signal on and waits until all hosts have ended."""
+        self._tell_signal(number)
+        try:
+            self._wait_for_ends()
+        except BaseException:  # stopped again: hosts end by themselves where ssh has gone
+            for running in self._running:
+                self._connections[running].kill()
+            raise
+
+    def end(self) -> None:
+        """Leaves nothing: hosts that are still there are told that it is over, and waited for."""
+        self._explained.update(self._running)
+        for connection in self._connections:
+            connection.close()
+        self._wait_for_ends()
+        for number in self._running:
+            self._connections[number].kill()
+
+    def _connect(self) -> None:
+        for number, name in enumerate(self._hosts.names):
+            token = secrets.token_hex(16)
+            connection = HostConnection(number, ssh_command(name, self._hosts), token, self._events)
+            self._connections.append(connection)
+            self._running.add(number)
+            connection.send(token.encode())
+            connection.send(dict(software())["meshwright"].encode())
+            connection.tell("order", self._work.order(number, self._hosts))
+
+    def _compare(self) -> None:
+        """Raises ``InputError`` for hosts that cannot work together; says what else differs."""
+        ready = [self._ready[number] for number in sorted(self._ready)]
+        setups = [answer.setup for answer in ready]
+        check_versions(setups)
+        self._say(other_devices(setups) or "")
+        notes: dict[str, list[str]] = {}
+        for label, answer in zip(self._labels, ready, strict=True):
+            for note in answer.notes:
+                notes.setdefault(note, []).append(label)
+        for note, labels in notes.items():
+            self._say(f"on {', '.join(labels)}: {note}")
+        for number, answer in enumerate(ready):
+            self._say(self._short_of_memory(number, answer.free_bytes))
+
+    def _short_of_memory(self, number: int, free: int | None) -> str:
+        """Where a host has less memory free than its ranks are predicted to take."""
+        counts = self._work.per_host
+        first = sum(counts[:number])
+        placement, peaks = self._work.plan.placement, self._work.plan.prediction.peak_bytes
+        here = range(first, first + counts[number])
+        # Peaks are by position in the layouts; ``placement`` says which rank is at each.
+        needed = sum(peak for rank, peak in zip(placement, peaks, strict=False) if rank in here)
+        if free is None or free >= needed:
+            return ""
+        return (
+            f"host {self._labels[number]} has {size(free)} of memory free and its ranks are "
+            f"predicted to take {size(needed)}: free some, or plan with a lower --memory-limit"
+        )
+
+    def _meet(self) -> Meeting:
+        """Where the hosts meet: on the first, at its address on the way to the others."""
+        host, port = self._hosts.meeting
+        peer = meeting_peer([self._ready[n].address for n in sorted(self._ready)])
+        self._connections[0].tell("meet", Meeting(address=peer, port=port))
+        while True:
+            event = self._next()
+            if event is not None and event.kind == "met":
+                found = decode(Meeting, event.data)
+                return Meeting(address=host or found.address, port=found.port)
+            self._handle(event)
+            self._raise_failure()
+
+    def _follow(self) -> None:
+        """Returns when all hosts have ended. Where one fails, the others are ended."""
+        deadline: float | None = None
+        told = False
+        while self._running:
+            self._handle(self._next(0.5 if self._failures else HEARTBEAT_S))
+            if self._failures and deadline is None:
+                deadline = time.monotonic() + _TO_TELL_S
+            if deadline is None or time.monotonic() < deadline:
+                continue
+            if told:
+                return
+            self._tell_signal(signal.SIGTERM)
+            told, deadline = True, time.monotonic() + _TO_END_S
+
+    def _tell_signal(self, signal_number: int) -> None:
+        self._explained.update(self._running)
+        for number in self._running:
+            self._connections[number].send(b"signal %d" % signal_number)
+
+    def _wait_for_ends(self) -> None:
+        deadline = time.monotonic() + _TO_END_S
+        while self._running and time.monotonic() < deadline:
+            self._handle(self._next(0.5))
+
+    def _raise_failure(self) -> None:
+        """Raises the first failure: the others come of it."""
+        if self._failures:
+            # One of a host as a whole has no time, and is told at once.
+            raise min(self._failures, key=lambda error: error.failed_at or 0.0)
+
+    def _next(self, wait_s: float = HEARTBEAT_S) -> HostEvent | None:
+        """The next event, or None when none comes; hosts are told that this process is alive."""
+        if time.monotonic() - self._beat > HEARTBEAT_S / 2:
+            self._beat = time.monotonic()
+            for number in self._running:
+                self._connections[number].send(b"alive")
+        try:
+            return self._events.get(timeout=min(wait_s, HEARTBEAT_S / 2))
+        except queue.Empty:
+            return None
+
+    def _handle(self, event: HostEvent | None) -> None:
+        if event is None:
+            return
+        number, label = event.number, self._labels[event.number]
+        if event.kind in ("stdout", "stderr"):
+            self._show(number, event)
+        elif event.kind == "ready":
+            self._ready[number] = decode(HostReady, event.data)
+            self._lines[number].clear()
+        elif event.kind == "report":
+            self._report = decode(RunReport, event.data)
+            self._at_end(self._report)
+        elif event.kind == "failed":
+            self._explained.add(number)
+            self._failures.append(error_of(decode(HostFailure, event.data), label))
+        elif event.kind == "ended":
+            self._running.discard(number)
+            if event.code and number not in self._explained:
+                self._failures.append(self._unexplained(number, event.code))
+
+    def _unexplained(self, number: int, code: int) -> MeshwrightError:
+        label, lines = self._labels[number], self._lines[number]
+        if number in self._ready:
+            return why_ended(label, code, lines)
+        return why_not_there(label, code, lines, self._hosts)
+
+    def _show(self, number: int, event: HostEvent) -> None:
+        text = event.data.decode(errors="replace").rstrip("\r\n")
+        kept = self._lines[number]
+        kept.append(text)
+        del kept[:-KEPT_LINES]
+        if number not in self._ready:
+            return
+        # With --json stdout is the report's alone.
+        own = event.kind == "stdout" and not self._work.quiet
+        print(f"{self._labels[number]}: {text}", file=sys.stdout if own else sys.stderr, flush=True)
+
+
+def meeting_peer(addresses: Sequence[str]) -> str:
+    """The address towards which host 0 is to look for its own: of another host, as ssh reached it,
+    or where those are on this machine alone its own."""
+    others = [address for address in addresses[1:] if _of_a_network(address)]
+    if others:
+        return others[0]
+    return addresses[0] if _of_a_network(addresses[0]) else "127.0.0.1"
+
+
+def _of_a_network(address: str) -> bool:
+    return address != "" and not address.startswith("127.") and address != "::1"

@@ -1,0 +1,94 @@
+"""What a launcher and a host tell each other over ssh, line by line.
+
+To the host: a token and the launcher's version, a line each; then lines of a word and JSON:
+``order``, on host 0 ``meet``, ``go``, and meanwhile ``alive`` and perhaps ``signal``, with its
+number. The end of them, or none for ``remote.SILENCE_S``, ends the host's ranks.
+
+From the host, among the lines that ranks print: the token, a word and JSON, as ``ready``, ``met``,
+``report`` and ``failed``.
+"""
+
+from ....planner.schema.errors import (
+    InfeasibleError,
+    InputError,
+    MemoryRunError,
+    MeshwrightError,
+    RunError,
+)
+from ....planner.schema.record import Bytes, Count, Index, Record
+from ...comm.setups import HostSetup
+from ..background import Background
+
+HEARTBEAT_S = 10.0
+
+
+class HostOrder(Record, frozen=True, kw_only=True):
+    """What one host is to run: ``launch``'s arguments, the folder and the environment. ``plan`` is
+    the text of its file, ``per_host`` the number of ranks of each host."""
+
+    plan: str
+    script: tuple[str, ...]
+    steps: Count
+    per_host: tuple[Count, ...]
+    node_rank: Index
+    folder: str
+    environment: dict[str, str]
+    timeout_s: float | None = None
+    quiet: bool = False
+    background: Background | None = None
+
+
+class HostReady(Record, frozen=True, kw_only=True):
+    """What a host has, before anything runs on it: the address at which ssh reached it, its free
+    memory where its ranks would compute on the CPU, and what is not as the plan has it."""
+
+    setup: HostSetup
+    address: str
+    free_bytes: Bytes | None
+    notes: tuple[str, ...]
+
+
+class Meeting(Record, frozen=True, kw_only=True):
+    """Where hosts meet: an address of host 0 and a port. Asked for: the address of another host
+    from which the first one's is found, and port 0 for a free one."""
+
+    address: str
+    port: Index
+
+
+class HostFailure(Record, frozen=True, kw_only=True):
+    """An error, to be raised again by the launcher."""
+
+    message: str
+    exit_code: Index
+    memory: bool = False
+    details: tuple[str, ...] = ()
+    limit_bytes: Bytes | None = None
+    failed_at: float | None = None
+
+
+def failure_of(error: MeshwrightError) -> HostFailure:
+    lacking = error if isinstance(error, MemoryRunError) else None
+    return HostFailure(
+        message=lacking.sentence if lacking else str(error),
+        exit_code=error.exit_code,
+        memory=lacking is not None,
+        details=lacking.details if lacking else (),
+        limit_bytes=lacking.limit_bytes if lacking else None,
+        failed_at=error.failed_at,
+    )
+
+
+def error_of(failure: HostFailure, host: str) -> MeshwrightError:
+    """The failure of a host as an error whose sentence names it."""
+    message = f"on {host}: {failure.message}"
+    raised: MeshwrightError
+    if failure.memory:
+        raised = MemoryRunError(message, failure.details, failure.limit_bytes)
+    else:
+        kinds: dict[int, type[MeshwrightError]] = {
+            kind.exit_code: kind for kind in (InputError, InfeasibleError, RunError)
+        }
+        raised = kinds.get(failure.exit_code, RunError)(message)
+    raised.failed_at = failure.failed_at
+    return raised

@@ -1,0 +1,116 @@
+"""A host's part of a run: it tells what the host has, meets the other hosts and runs the ranks.
+
+Apart from ``remote``, which hears the launcher while this, and torch with it, is still loading.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import torch
+
+from ....planner.schema.errors import InputError, MeshwrightError
+from ....planner.schema.plan import Plan
+from ....planner.schema.record import decode
+from ....planner.schema.report import RunReport
+from ...comm.setups import setup_here, software
+from ...headroom import free_bytes
+from ..launch import check_script, differences, launch
+from ..processes import Ranks, check_plan
+from ..start import address_towards
+from ..worker import STDOUT_TO_STDERR
+from .protocol import HostOrder, HostReady, Meeting, failure_of
+from .remote import LauncherLine
+
+
+def serve(line: LauncherLine) -> int:
+    """Runs what the launcher orders; the exit code. What went wrong has been told then."""
+    try:
+        mine = dict(software())["meshwright"]
+        if line.version != mine:
+            raise InputError(
+                f"Meshwright is {mine} here and {line.version} where it was launched: install the "
+                "same on all hosts"
+            )
+        _run_order(line)
+    except MeshwrightError as error:
+        line.tell("failed", failure_of(error))
+        return error.exit_code
+    return 0
+
+
+def _run_order(line: LauncherLine) -> None:
+    order = line.wait_for("order", HostOrder)
+    os.environ.update(order.environment)
+    try:
+        os.chdir(order.folder)
+    except OSError as error:
+        raise InputError(
+            f"the working folder {order.folder} cannot be entered ({error.strerror}): make it, or "
+            "name another with --folder"
+        ) from None
+    plan = decode(Plan, order.plan.encode(), "the plan")
+    check_plan(plan, sum(order.per_host))
+    check_script(order.script)
+    line.tell("ready", _ready(plan, order))
+    if order.node_rank == 0:
+        line.tell("met", meeting_place(line.wait_for("meet", Meeting)))
+    place = line.wait_for("go", Meeting)
+    ranks = Ranks(
+        nproc=order.per_host[order.node_rank],
+        nodes=len(order.per_host),
+        node_rank=order.node_rank,
+        rendezvous=f"{place.address}:{place.port}",
+        timeout_s=order.timeout_s,
+        environment={STDOUT_TO_STDERR: "1"} if order.quiet else {},
+        per_host=order.per_host,
+    )
+
+    def at_end(report: RunReport | None) -> None:
+        if report is not None:
+            line.tell("report", report)
+
+    launch(plan, order.script, order.steps, ranks, order.background, at_end, _say)
+
+
+def _say(text: str) -> None:
+    if text:
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def _ready(plan: Plan, order: HostOrder) -> HostReady:
+    here = order.per_host[order.node_rank]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    on_gpus = gpus >= here
+    # To ask a GPU for its free memory would take some of it: ranks do (``check_headroom``).
+    free = None if on_gpus else free_bytes(torch.device("cpu"))
+    # The client's address and port, then this host's own, as the client reached it.
+    reached = os.environ.get("SSH_CONNECTION", "").split()
+    return HostReady(
+        setup=setup_here(torch.device("cuda" if on_gpus else "cpu")),
+        address=reached[2] if len(reached) == 4 else "",
+        free_bytes=free,
+        notes=tuple(differences(plan, here)),
+    )
+
+
+def meeting_place(asked: Meeting) -> Meeting:
+    """An address of this host on the way to the one that is named, and a port that is free now.
+
+    Raises ``InputError`` where the port that was asked for is in use.
+    """
+    address = address_towards(asked.address) or asked.address
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As the store does: ports of connections that have just ended are free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", asked.port))
+        except OSError as error:
+            raise InputError(
+                f"port {asked.port}, at which hosts were to meet, cannot be had "
+                f"({error.strerror}): name another with --rendezvous :PORT, or none for a free one"
+            ) from None
+        return Meeting(address=address, port=int(probe.getsockname()[1]))

@@ -1,0 +1,66 @@
+"""How launchers of several hosts meet, before any rank is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from meshwright import InputError, RunError
+from meshwright.executor.launch import start
+from meshwright.executor.launch.launch import ranks_for, ranks_of_hosts
+from meshwright.executor.launch.processes import Ranks, run_ranks
+
+from tests.ssh import plan_for_hosts
+
+
+def test_a_rendezvous_whose_port_is_in_use_is_a_sentence(tmp_path):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        ranks = Ranks(nproc=1, nodes=2, rendezvous=f"127.0.0.1:{port}")
+        with pytest.raises(RunError, match=f"port {port} is in use on this host"):
+            run_ranks(["-m", "this"], ranks, tmp_path)
+
+
+def test_hosts_that_do_not_meet_are_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.executor.launch.processes.RENDEZVOUS_TIMEOUT_S", 1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(RunError, match=f"the 2 hosts did not meet at {address} "):
+        run_ranks(["-m", "this"], Ranks(nproc=1, nodes=2, rendezvous=address), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "counts"),
+    [(None, 2, (4, 4)), (4, 2, (4, 4)), ((4,), 2, (4, 4)), ((5, 3), 2, (5, 3)), (None, 1, (8,))],
+)
+def test_ranks_of_each_host(asked, nodes, counts):
+    assert ranks_of_hosts(plan_for_hosts(8), asked, nodes) == counts
+
+
+def test_ranks_that_do_not_divide(monkeypatch):
+    with pytest.raises(InputError, match=r"3 hosts: .* \(--nproc 3,3,2\)"):
+        ranks_of_hosts(plan_for_hosts(8), None, 3)
+    ranks = ranks_for(plan_for_hosts(8), (3, 3, 2), 3, 2, "a:1", None, quiet=False)
+    assert (ranks.nproc, ranks.world_size, list(ranks.here)) == (2, 8, [6, 7])
+
+
+def interface_towards(host: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    start._choose_interface()
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.skipif("lo" not in dict(map(reversed, socket.if_nameindex())), reason="asks Linux")
+def test_gloo_takes_the_interface_on_the_way_to_host_0(monkeypatch):
+    assert interface_towards("127.0.0.1", monkeypatch) == "lo"
+    # Any address of the loopback's network is reached over it, and has no name of its own there.
+    assert start.address_towards("127.0.0.9") == "127.0.0.1"
+    assert interface_towards("127.0.0.9", monkeypatch) == "lo"
+    assert start.address_towards("no.such.host.invalid") is None
+    assert interface_towards("no.such.host.invalid", monkeypatch) is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    start._choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
