@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         verify,
     )
     from .cli.demonstration import demo
+    from .executor.checkpoint.checkpoint import Checkpoint, checkpoint
     from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.micro import join, micro_batches
@@ -54,6 +55,7 @@ _HOMES = {
     ),
     ".executor.launch.background": "Background",
     ".cli.demonstration": "demo",
+    ".executor.checkpoint.checkpoint": "Checkpoint checkpoint",
     ".executor.gradients.feedback": "Lossy",
     ".executor.micro": "join micro_batches",
     ".executor.parallel": (
@@ -74,6 +76,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 __all__ = [
     "Background",
     "Batch",
+    "Checkpoint",
     "Cluster",
     "Goal",
     "InfeasibleError",
@@ -88,6 +91,7 @@ __all__ = [
     "advise",
     "auto_parallelize",
     "calibrate",
+    "checkpoint",
     "compare",
     "compare_losses",
     "demo",
