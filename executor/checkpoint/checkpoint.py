@@ -31,7 +31,7 @@ from .folder import check_folder, discard, prepare, remove_older, step_name, ste
 from .holdings import StateTensor, holdings_of
 from .index import CheckpointIndex, find_damage, read_index
 from .restore import Restoration
-from .storage import Description, reason, save
+from .storage import Description, save
 from .values import dtype_name, encode_value
 
 FOLDER_VARIABLE = "MESHWRIGHT_CHECKPOINT"
@@ -211,10 +211,10 @@ class Checkpoint:
         restoration = together(checked)
         try:
             restoration.apply(self._group)
-        except (OSError, RuntimeError) as error:
+        except RunError as error:
             raise RunError(
-                f"the checkpoint of step {index.step} could not be read ({reason(error)}): start "
-                "the ranks anew"
+                f"the checkpoint of step {index.step} could not be read ({error}): start the ranks "
+                "anew"
             ) from error
         self._steps = index.step
 
@@ -267,7 +267,7 @@ class Checkpoint:
         left = steps_in(self.folder)
         last = f"the last whole one is of step {left[0]}" if left else "there is none before it"
         raise RunError(
-            f"the checkpoint of step {self._writing} could not be written ({reason(failure)}); "
+            f"the checkpoint of step {self._writing} could not be written ({failure}); "
             f"{last}: make room or name another folder, and go on from there"
         ) from failure
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...planner.schema.errors import InputError
 from .index import INDEX
+from .safetensors import write_all
 
 _STEP = re.compile(r"step-(\d{8,})")
 # What is being written and what is being removed: never taken for a checkpoint.
@@ -107,9 +108,7 @@ def write_synced(path: Path, data: bytes) -> None:
     """Writes a new file, and returns when it is on disk."""
     try:
         with path.open("wb", buffering=0) as file:
-            view = memoryview(data)
-            while len(view):
-                view = view[file.write(view) :]
+            write_all(file, data)
             os.fsync(file.fileno())
     except BaseException:
         path.unlink(missing_ok=True)

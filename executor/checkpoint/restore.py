@@ -189,7 +189,7 @@ class Restoration:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         for holding in self._holdings:
             record = records.get(holding.name)
-            if record is None or holding.part is None or holding.tensor not in groups:
+            if record is None or holding.tensor not in groups:
                 continue
             state = dict(record["values"])
             for key in record["on_device"]:
@@ -204,8 +204,9 @@ class Restoration:
     def _memory_for(self, restored: _Restored, holding: Holding, stored: StoredTensor) -> Tensor:
         """Memory for what this rank holds of an optimizer's tensor, which is read into it."""
         part, dtype = holding.state_part, dtype_of(stored.dtype)
-        assert part is not None
         device = holding.tensor.device
+        if part is None:  # a rank that the unit leaves idle counts its steps all the same
+            return torch.empty(0, dtype=dtype, device=device)
         if stored.shape != part.full_shape:  # whole, as it was written
             part = HeldPart(stored.shape, stored.shape)
         if part.flat is not None:

@@ -77,7 +77,7 @@ def write_tensors(
         with path.open("wb", buffering=0) as file:
             for data in (struct.pack("<Q", len(text)), text, *map(_memory, _in(order, tensors))):
                 digest.update(data)
-                _write_all(file, data)
+                write_all(file, data)
             os.fsync(file.fileno())
     except BaseException:
         path.unlink(missing_ok=True)
@@ -97,7 +97,8 @@ def _memory(tensor: Tensor) -> Any:
     return to_bytes(tensor).numpy().data
 
 
-def _write_all(file: Any, data: Any) -> None:
+def write_all(file: Any, data: Any) -> None:
+    """Writes all of the data to a file that is not buffered."""
     # One system call may write a part only.
     view = memoryview(data).cast("B") if len(data) else memoryview(b"")
     while len(view):

@@ -87,9 +87,9 @@ def save(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Writes a checkpoint into ``folder``: it is there, whole and on disk, when this returns.
-    Collective over ``group``, whose ranks raise the same where one fails: ``CheckpointException``,
-    for which ``reason`` has words. An error in place of ``state`` is raised by all."""
-    with _without_warnings():
+    Collective over ``group``, whose ranks all raise ``RunError`` where one fails, and where one has
+    an error in place of ``state``."""
+    with _in_words():
         dcp_save(
             dict(tensors),
             storage_writer=_Writer(folder, description, rank, state),
@@ -103,8 +103,8 @@ def load(
     checkpoint: Path, index: CheckpointIndex, wanted: StateTensors, group: dist.ProcessGroup | None
 ) -> None:
     """Reads the boxes of the ``wanted`` tensors into their memory, however they were divided when
-    they were written. Collective over ``group``."""
-    with _without_warnings():
+    they were written. Collective over ``group``, as ``save``."""
+    with _in_words():
         dcp_load(
             dict(wanted),
             storage_reader=_Reader(checkpoint, index),
@@ -112,14 +112,6 @@ def load(
             process_group=group,
             no_dist=group is None,
         )
-
-
-def reason(error: Exception) -> str:
-    """Why a checkpoint could not be written or read, and on which rank."""
-    if not isinstance(error, CheckpointException):
-        return _words(error)
-    rank, (cause, _) = min(error.failures.items())
-    return f"rank {rank}: {_words(cause)}"
 
 
 def _words(error: BaseException) -> str:
@@ -131,12 +123,17 @@ def _words(error: BaseException) -> str:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
-    # A rank by itself is told that it is by itself; state that is not on every rank, as here, is
-    # said to be unusual.
+def _in_words() -> Iterator[None]:
+    """Says in a sentence why it failed, and on which rank."""
+    # torch tells a rank by itself that it is by itself, and finds state unusual that is not on
+    # every rank, as here.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
-        yield
+        try:
+            yield
+        except CheckpointException as error:  # no ``Exception`` to Python
+            rank, (cause, _) = min(error.failures.items())
+            raise RunError(f"rank {rank}: {_words(cause)}") from cause
 
 
 # -- writing ---------------------------------------------------------------------------------------
