@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from .cli.demonstration import demo
     from .executor.checkpoint.checkpoint import Checkpoint, checkpoint
+    from .executor.checkpoint.weights import export, load_model, save_model
     from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.micro import join, micro_batches
@@ -56,6 +57,7 @@ _HOMES = {
     ".executor.launch.background": "Background",
     ".cli.demonstration": "demo",
     ".executor.checkpoint.checkpoint": "Checkpoint checkpoint",
+    ".executor.checkpoint.weights": "export load_model save_model",
     ".executor.gradients.feedback": "Lossy",
     ".executor.micro": "join micro_batches",
     ".executor.parallel": (
@@ -98,6 +100,7 @@ __all__ = [
     "describe_cluster",
     "exchange_state_dict",
     "explain",
+    "export",
     "front",
     "full_optimizer_state_dict",
     "full_state_dict",
@@ -106,6 +109,7 @@ __all__ = [
     "load",
     "load_exchange_state_dict",
     "load_full_optimizer_state_dict",
+    "load_model",
     "loss_weight",
     "micro_batches",
     "multiplex",
@@ -113,6 +117,7 @@ __all__ = [
     "probe",
     "profile",
     "save",
+    "save_model",
     "sizes",
     "verify",
 ]

@@ -460,6 +460,9 @@ def launch(
     timeout_s: float | None = None,
     quiet: bool = False,
     background: Background | str | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 50,
+    resume: bool = True,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunReport | None:
@@ -476,9 +479,14 @@ def launch(
     ``background`` is a job for what the run leaves idle on this host: a command, a plan's file, or
     ``Background`` with settings. ``at_end`` is told the result when the run is over, the return may
     be later: when the background job is. ``say`` is told what that has had and cost.
+
+    ``checkpoint`` is a folder that all hosts share, into which the training is saved after
+    ``checkpoint_every`` steps each and at its end (a script keeps them itself, by ``mw.checkpoint``
+    without a folder). Where it has some, the run goes on from the latest that is whole; without
+    ``resume`` such a folder is refused.
     """
     from .executor.launch.background import Background
-    from .executor.launch.launch import launch, ranks_for
+    from .executor.launch.launch import keeping_for, launch, ranks_for
 
     # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
@@ -487,7 +495,8 @@ def launch(
         if isinstance(background, str)
         else background
     )
-    return launch(plan, script, steps, ranks, background_job, at_end, say)
+    keeping = keeping_for(checkpoint, checkpoint_every, resume=resume, say=say)
+    return launch(plan, script, steps, ranks, background_job, keeping, at_end, say)
 
 
 def auto_parallelize(

@@ -1,4 +1,5 @@
-"""``verify``, ``launch`` and ``demo``: a plan held to one process, a plan at work, all of it."""
+"""``verify``, ``launch``, ``export`` and ``demo``: a plan held to one process, a plan at work, what
+came of it, all of it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,10 @@ def _dtype(name: str) -> Literal["float64", "float32", "own"]:
     return names[name]
 
 
+# The options of launch that take no value.
+_FLAGS = ("--json", "--help", "-h", "--resume", "--no-resume")
+
+
 def separate_script(arguments: Sequence[str]) -> list[str]:
     """``launch``'s arguments with ``--`` before SCRIPT: what follows it are the script's options,
     what precedes it are ours, on whichever side of PLAN they stand."""
@@ -84,7 +89,7 @@ def separate_script(arguments: Sequence[str]) -> list[str]:
                 return [*arguments[:at], "--", *arguments[at:]]
         # Which options take a value is not asked of typer, which has not parsed them yet: all of
         # launch's do but these.
-        takes_value = ours and "=" not in word and word not in ("--json", "--help", "-h")
+        takes_value = ours and "=" not in word and word not in _FLAGS
         at += 2 if takes_value else 1
     return list(arguments)
 
@@ -106,6 +111,9 @@ def launch(
     background_at_end: options.BackgroundAtEnd = None,
     background_grace: options.BackgroundGrace = 30.0,
     background_log: options.BackgroundLog = Path("background.log"),
+    checkpoint: options.CheckpointFolder = None,
+    checkpoint_every: options.CheckpointEvery = 50,
+    resume: options.Resume = True,
     json: options.Json = False,
 ) -> None:
     """Run a plan, and end with what was predicted beside what was measured."""
@@ -131,12 +139,15 @@ def launch(
             log=str(background_log),
         )
     else:
-        # Defaults look like values: only the context knows which options were given.
-        for name, source in ((n, context.get_parameter_source(n)) for n in context.params):
-            given = source is not None and source.name == "COMMANDLINE"
-            if given and name.startswith("background_"):
+        for name in _given(context):
+            if name.startswith("background_"):
                 option = "--" + name.replace("_", "-")
                 raise InputError(f"{option} concerns a background job: add --background COMMAND")
+    if checkpoint is None:
+        for name in _given(context):
+            if name in ("checkpoint_every", "resume"):
+                option = "--" + name.replace("_", "-")
+                raise InputError(f"{option} concerns checkpoints: add --checkpoint FOLDER")
     # The report is shown when the run is over. This may return later, when the background is done.
     api.launch(
         made,
@@ -150,9 +161,18 @@ def launch(
         # With --json stdout is the report's alone.
         quiet=json,
         background=background_job,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
         at_end=lambda found: _show(found, made, report, first=node_rank == 0, json=json),
         say=note,
     )
+
+
+def _given(context: typer.Context) -> list[str]:
+    """The options that were given: defaults look like values, only the context knows."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [n for n, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def _show(
@@ -177,6 +197,22 @@ def _at_end(word: str | None) -> AtEnd | None:
     if word is not None and word not in words:
         raise InputError(f"--background-at-end {word!r} cannot be: choose finish or stop")
     return None if word is None else words[word]
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of checkpoints.")],
+    out_: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="A .pt or .safetensors file, or a folder, to write the weights to."
+        ),
+    ],
+) -> None:
+    """Write the weights of the latest checkpoint as one file that any tool reads."""
+    from ..executor.checkpoint.weights import export as export_weights
+
+    found = export_weights(folder, out_)
+    console().print(f"the weights of {found} are written to {out_}")
 
 
 def demo(

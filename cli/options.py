@@ -159,6 +159,23 @@ HostNumber = Annotated[int, whole("Which of them this is, from 0.", least=0)]
 Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT of host 0, the same on all hosts.")]
 Report = Annotated[Path | None, typer.Option(help="Write the figures here.")]
 
+CheckpointFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--checkpoint",
+        help="Save the training in this folder now and then, and go on from what is there.",
+    ),
+]
+CheckpointEvery = Annotated[int, whole("Save after so many steps.")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Go on from the latest whole checkpoint, if there is one; or refuse a folder that has "
+        "some.",
+    ),
+]
+
 # -- another job in what the run leaves idle ------------------------------------------------------
 
 BackgroundJob = Annotated[

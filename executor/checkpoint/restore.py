@@ -107,13 +107,16 @@ class Restoration:
         self._data_state()
 
     def _refuse_part(self, name: str, *, saved: bool) -> None:
+        what = f"an {name}" if name == "optimizer" else f"a {name}"
+        if name == "data":
+            what = "the data"
         if saved:
             raise InputError(
-                f"{self._checkpoint} has the state of a {name} and none was given: pass {name}= as "
+                f"{self._checkpoint} has the state of {what}, which was not given: pass {name}, as "
                 "in the run that saved it"
             )
         raise InputError(
-            f"{self._checkpoint} has no state of a {name}: leave {name}= out, as in the run that "
+            f"{self._checkpoint} has no state of {what}: leave {name} out, as in the run that "
             "saved it"
         )
 

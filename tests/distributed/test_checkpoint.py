@@ -285,9 +285,9 @@ def is_refused(rank: int, folder: str) -> None:
         checkpoint(folder, model).resume()
     assert all(p.shape == b.shape for p, b in zip(model.parameters(), before, strict=True))
     for options, sentence in (
-        ({"optimizer": None}, "has the state of a optimizer and none was given"),
-        ({"scheduler": None}, "has the state of a scheduler and none was given"),
-        ({"data": {}}, "has no state of a data"),
+        ({"optimizer": None}, "has the state of an optimizer, which was not given"),
+        ({"scheduler": None}, "has the state of a scheduler, which was not given"),
+        ({"data": {}}, "has no state of the data"),
     ):
         torch.manual_seed(5)
         net = Net()
@@ -304,12 +304,13 @@ def is_refused(rank: int, folder: str) -> None:
         with pytest.raises(InputError, match=sentence):
             kept.resume()
         assert all(torch.equal(state[name], t) for name, t in net.state_dict().items())
+    net = Net()
+    given = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(given, [1])
+    apply(net, given, chosen, timeout_s=20)
+    kept = checkpoint(folder, net, given, scheduler=scheduler)
     with pytest.raises(InputError, match=r"was saved with an optimizer of 2 groups"):
-        net = Net()
-        given = torch.optim.AdamW(net.parameters())
-        scheduler = torch.optim.lr_scheduler.MultiStepLR(given, [1])
-        apply(net, given, chosen, timeout_s=20)
-        checkpoint(folder, net, given, scheduler=scheduler).resume()
+        kept.resume()
 
 
 def test_another_training_is_refused_and_nothing_changes(ranks, tmp_path: Path):
