@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -180,14 +179,14 @@ def _read_parts(folder: Path) -> Weights:
 def _read_torch(path: Path) -> Weights:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except Exception as error:  # the unpickler stumbles over what is no pickle in any way
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
             f"{path} is not a file of weights that can be read safely ({why[:200]}): save it with "
             "torch.save(model.state_dict())"
         ) from None
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise InputError(
             f"{path} holds no state_dict: save one with torch.save(model.state_dict())"
