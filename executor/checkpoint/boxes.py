@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Box(NamedTuple):
+class TensorBox(NamedTuple):
     """A rectangular part of a tensor: where it begins in each dim, and how far it goes."""
 
     offsets: tuple[int, ...]
@@ -46,11 +46,11 @@ class HeldPart:
         """How many elements are held."""
         return prod(self.shape) if self.flat is None else self.flat[1] - self.flat[0]
 
-    def views(self, local: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    def views(self, local: Tensor) -> Iterator[tuple[TensorBox, Tensor]]:
         """Each box of the whole that is held, with a view of its elements in ``local``: the slice,
         or one dim of its elements ``flat``."""
         if self.flat is None:
-            yield from self._in_whole(Box((0,) * len(self.shape), self.shape), local)
+            yield from self._in_whole(TensorBox((0,) * len(self.shape), self.shape), local)
             return
         # A permutation of the dims in which the slice is contiguous.
         order = sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim])
@@ -60,9 +60,9 @@ class HeldPart:
             view = local[start : start + prod(box.sizes)].view(box.sizes).permute(back)
             start += view.numel()
             offsets = tuple(box.offsets[dim] for dim in back)
-            yield from self._in_whole(Box(offsets, tuple(view.shape)), view)
+            yield from self._in_whole(TensorBox(offsets, tuple(view.shape)), view)
 
-    def share(self, local: Tensor, number: int, of: int) -> Iterator[tuple[Box, Tensor]]:
+    def share(self, local: Tensor, number: int, of: int) -> Iterator[tuple[TensorBox, Tensor]]:
         """The same of one of as many equal shares of the slice, along its longest dim."""
         assert self.flat is None, "a flat part has one holder"
         dim = max(range(len(self.shape)), key=self.shape.__getitem__)
@@ -71,10 +71,10 @@ class HeldPart:
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         offsets[dim], sizes[dim] = start, stop - start
         yield from self._in_whole(
-            Box(tuple(offsets), tuple(sizes)), local.narrow(dim, start, stop - start)
+            TensorBox(tuple(offsets), tuple(sizes)), local.narrow(dim, start, stop - start)
         )
 
-    def _in_whole(self, box: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    def _in_whole(self, box: TensorBox, view: Tensor) -> Iterator[tuple[TensorBox, Tensor]]:
         """A box of the slice, as boxes of the whole."""
         if not self.pieces:
             if view.numel():
@@ -87,25 +87,25 @@ class HeldPart:
             offsets[self.dim], sizes[self.dim] = piece.full + left - piece.local, right - left
             if left < right and view.numel():
                 part = view.narrow(self.dim, left - start, right - left)
-                yield Box(tuple(offsets), tuple(sizes)), part
+                yield TensorBox(tuple(offsets), tuple(sizes)), part
 
 
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorBox]:
     """The boxes that make up elements ``start`` to ``stop`` of a contiguous tensor, in order: at
     most two for each dim but one."""
     if start >= stop:
         return
     if not shape:
-        yield Box((), ())
+        yield TensorBox((), ())
         return
     inner = prod(shape[1:])
     row, into = divmod(start, inner)
     rows = (stop - start) // inner if not into else 0
     if rows:
-        yield Box((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+        yield TensorBox((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
         end = start + rows * inner
     else:  # begins or ends inside a row
         end = min(stop, (row + 1) * inner)
         for box in flat_boxes(shape[1:], into, into + end - start):
-            yield Box((row, *box.offsets), (1, *box.sizes))
+            yield TensorBox((row, *box.offsets), (1, *box.sizes))
     yield from flat_boxes(shape, end, stop)

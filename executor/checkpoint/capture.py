@@ -16,7 +16,7 @@ from ...models.workload import device_of
 from ...planner.schema.errors import InputError
 from ..parallel import exchange_state_dict
 from ..run import Run
-from .boxes import Box
+from .boxes import TensorBox
 from .holdings import Holding, StateTensor, holdings_of
 
 MODEL, OPTIMIZER, EXCHANGE = "model", "optimizer", "exchange"
@@ -112,7 +112,7 @@ def _add_state(captured: Captured, holding: Holding, key: str, value: Tensor) ->
             "parallelism only"
         )
     if holding.is_writer:
-        box = Box((0,) * value.ndim, tuple(value.shape))
+        box = TensorBox((0,) * value.ndim, tuple(value.shape))
         captured.tensors[name] = StateTensor(tuple(value.shape), value.dtype, ((box, value),))
 
 

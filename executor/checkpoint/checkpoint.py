@@ -25,8 +25,8 @@ from ..comm.groups import checkpoint_group
 from ..comm.worker_threads import spawn
 from ..parallel import run_of
 from ..run import Run
-from .boxes import Box
-from .capture import Captured, Parts, capture, parameter_names
+from .boxes import TensorBox
+from .capture import Parts, capture, parameter_names
 from .folder import check_folder, discard, prepare, remove_older, step_name, steps_in
 from .holdings import StateTensor, holdings_of
 from .index import CheckpointIndex, find_damage, read_index
@@ -143,7 +143,7 @@ class Checkpoint:
         self._thread: threading.Thread | None = None
         self._writing = 0
         self._failure: Exception | None = None
-        self._staged: dict[tuple[str, Box], Tensor] = {}
+        self._staged: dict[tuple[str, TensorBox], Tensor] = {}
         atexit.register(_let_write, weakref.ref(self))
 
     # -- going on ----------------------------------------------------------------------------------
@@ -246,11 +246,11 @@ class Checkpoint:
             if step < 0:
                 raise InputError(f"step {step} cannot be saved: give the number of steps made")
             self._steps = step
-        captured = self._captured()
+        tensors, state = self._captured()
         description = self._description(self._steps)
 
         def write() -> None:
-            self._write(description, captured)
+            self._write(description, tensors, state)
 
         self._writing = self._steps
         self._thread = spawn(f"checkpoint of step {self._steps}", write)
@@ -282,15 +282,15 @@ class Checkpoint:
         if kind is None:  # else peers may be gone, and that error is the one to be seen
             self.close()
 
-    def _captured(self) -> Captured | Exception:
-        """Copies of what this rank writes, on the host. An error is told to all ranks when they
-        write."""
+    def _captured(self) -> tuple[dict[str, StateTensor], bytes | Exception]:
+        """Copies of what this rank writes, on the host: tensors and small state. An error in place
+        of the latter is told to all ranks when they write."""
         try:
             captured = capture(self._model, self._run, self._parts)
             encoded = encode_value(captured.state, "the state of this training")
+            return self._copied(captured.tensors), encoded
         except Exception as error:
-            return error
-        return Captured(self._copied(captured.tensors), {"encoded": encoded})
+            return {}, error
 
     def _copied(self, tensors: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
         # Into memory that is kept: to get and give back so much each time takes as long as to copy.
@@ -320,11 +320,14 @@ class Checkpoint:
             plan_document=encode(plan),
         )
 
-    def _write(self, description: Description, captured: Captured | Exception) -> None:
+    def _write(
+        self,
+        description: Description,
+        tensors: Mapping[str, StateTensor],
+        state: bytes | Exception,
+    ) -> None:
         rank = self._run.world.rank
         try:
-            state = captured if isinstance(captured, Exception) else captured.state["encoded"]
-            tensors = {} if isinstance(captured, Exception) else captured.tensors
             save(self.folder, description, rank, tensors, state, self._group)
             if rank == 0:
                 remove_older(self.folder, description.step, self._keep)

@@ -15,7 +15,7 @@ from ..gradients.pending import bare
 from ..gradients.reshard import sharded_param
 from ..redistribution.shards import Shard, SubsetShard
 from ..run import Run
-from .boxes import Box, CutPiece, HeldPart
+from .boxes import CutPiece, HeldPart, TensorBox
 
 SHARED_OUT = 2**16
 """From so many elements on, those who hold a tensor alike write a share of it each; of a smaller
@@ -29,7 +29,7 @@ class StateTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: tuple[tuple[Box, Tensor], ...]
+    boxes: tuple[tuple[TensorBox, Tensor], ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Holding:
             return self.part
         return replace(self.part, flat=self.spec.bounds, stride=self.spec.stride)
 
-    def written(self, local: Tensor, part: HeldPart) -> Iterator[tuple[Box, Tensor]]:
+    def written(self, local: Tensor, part: HeldPart) -> Iterator[tuple[TensorBox, Tensor]]:
         """What this rank writes of ``local``, which holds that part: boxes of the whole."""
         if part.flat is not None:
             yield from part.views(local)

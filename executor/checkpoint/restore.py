@@ -89,6 +89,15 @@ class Restoration:
 
     def check(self) -> None:
         """Raises ``InputError`` where the checkpoint is of another model or training."""
+        try:
+            self._check_all()
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise InputError(
+                f"{self._checkpoint} has not what this version of Meshwright reads "
+                f"({type(error).__name__}: {error}): go on from it with the version that saved it"
+            ) from None
+
+    def _check_all(self) -> None:
         self._check_model()
         shared = self._states[0].get("shared", {})
         for name in ("scheduler", "scaler"):

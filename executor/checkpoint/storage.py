@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ...planner.schema.errors import InputError, MeshwrightError, RunError
-from .boxes import Box
+from .boxes import TensorBox
 from .folder import discard, publish, write_synced, writing_folder
 from .holdings import StateTensor
 from .index import (
@@ -255,7 +255,7 @@ class _Writer(StorageWriter):
         return None
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
+def _chunk(box: TensorBox) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
@@ -365,7 +365,7 @@ class _Reader(StorageReader):
                 tensor.name: TensorStorageMetadata(
                     TensorProperties(dtype=dtype_of(tensor.dtype)),
                     torch.Size(tensor.shape),
-                    [_chunk(Box(c.offsets, c.sizes)) for c in tensor.chunks],
+                    [_chunk(TensorBox(c.offsets, c.sizes)) for c in tensor.chunks],
                 )
                 for tensor in self._index.tensors
             }

@@ -104,6 +104,8 @@ def write_weights(
     state: Mapping[str, Any], path: Path, save_pretrained: Callable[..., Any] | None = None
 ) -> None:
     """Writes whole weights, in this process. A model's own ``save_pretrained`` makes a folder."""
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {path.absolute().parent}")
     try:
         if path.suffix in _TORCH:
             _in_one(path, lambda partial: torch.save(_apart(state), partial))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from meshwright.executor.checkpoint import folder as folders
 from meshwright.executor.checkpoint import safetensors, storage
-from meshwright.executor.checkpoint.boxes import Box, CutPiece, HeldPart, flat_boxes
+from meshwright.executor.checkpoint.boxes import CutPiece, HeldPart, TensorBox, flat_boxes
 from meshwright.executor.checkpoint.holdings import StateTensor
 from meshwright.executor.checkpoint.index import find_damage, read_index
 from meshwright.executor.checkpoint.values import decode_value, encode_value
@@ -34,7 +34,7 @@ TENSORS = {
 
 
 def whole(tensor: Tensor) -> StateTensor:
-    box = Box((0,) * tensor.ndim, tuple(tensor.shape))
+    box = TensorBox((0,) * tensor.ndim, tuple(tensor.shape))
     return StateTensor(tuple(tensor.shape), tensor.dtype, ((box, tensor),))
 
 
@@ -296,7 +296,7 @@ def test_boxes_are_what_is_held(peers: int, cut: int | None, stride_order: tuple
 
 
 def test_flat_boxes_are_few():
-    assert list(flat_boxes((4, 3, 2), 0, 24)) == [Box((0, 0, 0), (4, 3, 2))]
-    assert list(flat_boxes((), 0, 1)) == [Box((), ())]
+    assert list(flat_boxes((4, 3, 2), 0, 24)) == [TensorBox((0, 0, 0), (4, 3, 2))]
+    assert list(flat_boxes((), 0, 1)) == [TensorBox((), ())]
     assert list(flat_boxes((3, 2), 2, 2)) == []
     assert len(list(flat_boxes((4, 3, 2), 3, 21))) == 5
