@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,6 +144,14 @@ class Checkpoint:
         self._thread: threading.Thread | None = None
         self._writing = 0
         self._failure: Exception | None = None
+        self._description = Description(
+            step=0,
+            world_size=run.world.size,
+            model=model_fingerprint(model, run),
+            plan=fingerprint(run.plan),
+            decisions=decisions(run.plan),
+            plan_document=encode(run.plan),
+        )
         self._staged: dict[tuple[str, TensorBox], Tensor] = {}
         atexit.register(_let_write, weakref.ref(self))
 
@@ -203,7 +212,7 @@ class Checkpoint:
         def checked() -> Restoration:
             found = Restoration(
                 self.folder / step_name(index.step), index, self._model, self._run, self._parts,
-                same_plan=index.decisions == decisions(self._run.plan),
+                same_plan=index.decisions == self._description.decisions,
             )  # fmt: skip
             found.check()
             return found
@@ -247,7 +256,7 @@ class Checkpoint:
                 raise InputError(f"step {step} cannot be saved: give the number of steps made")
             self._steps = step
         tensors, state = self._captured()
-        description = self._description(self._steps)
+        description = replace(self._description, step=self._steps)
 
         def write() -> None:
             self._write(description, tensors, state)
@@ -308,17 +317,6 @@ class Checkpoint:
                 boxes.append((box, host))
             copied[name] = StateTensor(tensor.shape, tensor.dtype, tuple(boxes))
         return copied
-
-    def _description(self, step: int) -> Description:
-        plan = self._run.plan
-        return Description(
-            step=step,
-            world_size=self._run.world.size,
-            model=model_fingerprint(self._model, self._run),
-            plan=fingerprint(plan),
-            decisions=decisions(plan),
-            plan_document=encode(plan),
-        )
 
     def _write(
         self,

@@ -64,6 +64,8 @@ from .safetensors import FilePlace, MappedFile, write_tensors
 from .values import dtype_name, dtype_of
 
 StateTensors = Mapping[str, StateTensor]
+# What is saved is one entry to torch, which makes notes of each: 0.2 ms of the thread that trains.
+_TENSORS = "tensors"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def save(
     an error in place of ``state``."""
     with _in_words():
         dcp_save(
-            dict(tensors),
+            {_TENSORS: tensors},
             storage_writer=_Writer(folder, description, rank, state),
             planner=_SavePlanner(),
             process_group=group,
@@ -106,7 +108,7 @@ def load(
     they were written. Collective over ``group``, as ``save``."""
     with _in_words():
         dcp_load(
-            dict(wanted),
+            {_TENSORS: wanted},
             storage_reader=_Reader(checkpoint, index),
             planner=_LoadPlanner(),
             process_group=group,
@@ -148,7 +150,7 @@ class _SavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._tensors: StateTensors = state_dict
+        self._tensors: StateTensors = state_dict[_TENSORS]
         self._memory: dict[MetadataIndex, Tensor] = {}
 
     def create_local_plan(self) -> SavePlan:
@@ -314,7 +316,7 @@ class _LoadPlanner(LoadPlanner):
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
-        self._wanted: StateTensors = state_dict
+        self._wanted: StateTensors = state_dict[_TENSORS]
         self._metadata = metadata
         self._memory: dict[MetadataIndex, Tensor] = {}
 
