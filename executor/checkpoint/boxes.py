@@ -17,6 +17,20 @@ class TensorBox(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def overlap(self, other: TensorBox) -> TensorBox | None:
+        """What two boxes of a tensor have in common; None where that is nothing."""
+        starts, sizes = [], []
+        for at, size, other_at, other_size in zip(*self, *other, strict=True):
+            starts.append(max(at, other_at))
+            sizes.append(min(at + size, other_at + other_size) - starts[-1])
+        return TensorBox(tuple(starts), tuple(sizes)) if all(s > 0 for s in sizes) else None
+
+    def inside(self, memory: Tensor, inner: TensorBox) -> Tensor:
+        """The part of this box's ``memory`` that is the box ``inner``."""
+        for dim, at in enumerate(inner.offsets):
+            memory = memory.narrow(dim, at - self.offsets[dim], inner.sizes[dim])
+        return memory
+
 
 class CutPiece(NamedTuple):
     """Along the dim in which a tensor is cut: ``length`` elements from ``local`` on in this rank's

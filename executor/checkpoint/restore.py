@@ -3,22 +3,21 @@ parameters and optimizer's state."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ...models.workload import device_of
 from ...planner.schema.errors import InputError
-from ..gradients.feedback import LossyGradGroup
+from ..comm.steps import parameters_of
+from ..gradients.pending import bare
 from ..optimizer.chunks import MAIN_WEIGHTS
-from ..parallel import exchange_state_dict, load_exchange_state_dict
 from ..run import Run
 from .boxes import HeldPart
 from .capture import (
@@ -26,17 +25,15 @@ from .capture import (
     MODEL,
     OPTIMIZER,
     Parts,
-    exchange_name,
     parameter_names,
     set_random_state,
     with_extra_state,
 )
+from .held_back import HeldBack
 from .holdings import Holding, StateTensor, holdings_of
 from .index import CheckpointIndex, StoredTensor, state_file
 from .storage import load
 from .values import decode_value, dtype_name, dtype_of
-
-PartT = TypeVar("PartT")
 
 
 @dataclass
@@ -46,6 +43,8 @@ class _Restored:
 
     wanted: dict[str, StateTensor] = field(default_factory=dict)
     optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
+    narrowed: set[str] = field(default_factory=set)
+    """The parameters whose state was float32 beside main weights, and is here of their own type."""
 
 
 class Restoration:
@@ -180,12 +179,16 @@ class Restoration:
                     self._want(restored, name, *holding.destination())
             if self._parts.optimizer is not None:
                 self._want_optimizer(restored, self._parts.optimizer)
-            exchange = _Exchange(self._index, self._states, self._run, self._holdings)
-            exchange.want(restored.wanted, self._model, same_plan=self._same_plan)
             load(self._checkpoint, self._index, restored.wanted, group)
             if self._parts.optimizer is not None:
                 self._set_optimizer(restored, self._parts.optimizer)
-            exchange.hold(self._model, self._parts.optimizer)
+            states = [state[EXCHANGE] for state in self._states]
+            held_back = HeldBack(self._index, states, self._run, self._holdings)
+            for rank in held_back.ranks(same_plan=self._same_plan):
+                wanted = held_back.wanted_of(rank, alone=self._same_plan)
+                load(self._checkpoint, self._index, wanted, group)
+                held_back.add()
+            held_back.hold(self._model, self._parts.optimizer)
         self._set_small()
 
     def _want(self, restored: _Restored, name: str, local: Tensor, part: HeldPart) -> None:
@@ -198,33 +201,39 @@ class Restoration:
         records: dict[str, Any] = {}
         for state in self._states:
             records |= state.get(OPTIMIZER, {})
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        optimized = parameters_of(optimizer)
         for holding in self._holdings:
             record = records.get(holding.name)
-            if record is None or holding.tensor not in groups:
+            if record is None or holding.tensor not in optimized:
                 continue
             state = dict(record["values"])
             for key in record["on_device"]:
                 state[key] = state[key].to(holding.tensor.device)
             for key in record["stored"]:
-                stored = self._tensors.get(f"{OPTIMIZER}/{holding.name}/{key}")
                 # Where nobody updates chunks of it there are no main weights.
-                if stored is not None and not (key == MAIN_WEIGHTS and holding.spec is None):
-                    state[key] = self._memory_for(restored, holding, stored)
+                if key != MAIN_WEIGHTS or holding.spec is not None:
+                    name = f"{OPTIMIZER}/{holding.name}/{key}"
+                    state[key] = self._memory_for(restored, holding, self._tensors.get(name))
             restored.optimizer[holding.name] = state
+            if MAIN_WEIGHTS in record["stored"] and holding.spec is None:
+                restored.narrowed.add(holding.name)
 
-    def _memory_for(self, restored: _Restored, holding: Holding, stored: StoredTensor) -> Tensor:
+    def _memory_for(
+        self, restored: _Restored, holding: Holding, stored: StoredTensor | None
+    ) -> Tensor:
         """Memory for what this rank holds of an optimizer's tensor, which is read into it."""
-        part, dtype = holding.state_part, dtype_of(stored.dtype)
-        device = holding.tensor.device
+        part, like = holding.state_part, bare(holding.tensor)
+        if stored is None:  # of a parameter without elements
+            return torch.empty_like(like)
+        device, dtype = like.device, dtype_of(stored.dtype)
         if part is None:  # a rank that the unit leaves idle counts its steps all the same
             return torch.empty(0, dtype=dtype, device=device)
         if stored.shape != part.full_shape:  # whole, as it was written
             part = HeldPart(stored.shape, stored.shape)
         if part.flat is not None:
             local = torch.empty(part.numel, dtype=dtype, device=device)
-        elif part.shape == tuple(holding.tensor.shape):
-            local = torch.empty_like(holding.tensor.detach(), dtype=dtype)
+        elif part.shape == tuple(like.shape):
+            local = torch.empty_like(like, dtype=dtype)
         else:
             local = torch.empty(part.shape, dtype=dtype, device=device)
         self._want(restored, stored.name, local, part)
@@ -237,7 +246,7 @@ class Restoration:
             state = restored.optimizer.get(holding.name)
             optimizer.state.pop(holding.tensor, None)
             if state:
-                if holding.spec is None:  # chunks may have had float32 state of 16-bit parameters
+                if holding.name in restored.narrowed:
                     state = {k: _as_parameter(v, holding.tensor) for k, v in state.items()}
                 optimizer.state[holding.tensor] = state
         saved = self._states[0]["shared"]["groups"]
@@ -274,10 +283,7 @@ def _check_groups(
 
 
 def _as_parameter(value: Any, parameter: Tensor) -> Any:
-    narrow = parameter.is_floating_point() and parameter.element_size() == 2
-    if narrow and isinstance(value, Tensor) and value.ndim and value.dtype == torch.float32:
-        return value.to(parameter.dtype)
-    return value
+    return value.to(parameter.dtype) if isinstance(value, Tensor) and value.ndim else value
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -288,121 +294,3 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(type(one) is type(other) and one == other)
-
-
-class _Exchange:
-    """What the exchange of gradients has held back: each rank's own under the plan that wrote it,
-    under another the mean over the ranks, so that what is sent in the end is the same."""
-
-    # An exchange averages what its peers send. So the mean of what they hold is what the optimizer
-    # has still to get, whoever sends it. The same with momentum that was applied before the choice.
-
-    def __init__(
-        self,
-        index: CheckpointIndex,
-        states: Sequence[dict[str, Any]],
-        run: Run,
-        holdings: Iterable[Holding],
-    ) -> None:
-        self._index, self._run = index, run
-        self._states = [state.get(EXCHANGE, {"held": {}, "policies": {}}) for state in states]
-        self._holdings = {holding.name: holding for holding in holdings}
-        self._read: dict[tuple[str, str], list[tuple[Tensor, int]]] = {}
-        """By parameter and kind, what ranks held and by how many it is divided."""
-        self._same_plan = False
-
-    def want(self, wanted: dict[str, StateTensor], model: nn.Module, *, same_plan: bool) -> None:
-        """Adds what is to be read."""
-        self._same_plan = same_plan
-        stored = {tensor.name: tensor for tensor in self._index.tensors}
-        for rank, state in enumerate(self._states):
-            if same_plan and rank != self._run.world.rank:
-                continue
-            for name, held in state["held"].items():
-                holding = self._holdings[name]
-                if holding.part is None:
-                    continue
-                for kind in held["kinds"]:
-                    tensor = stored[exchange_name(rank, kind, name)]
-                    memory = torch.zeros(holding.part.shape, dtype=dtype_of(tensor.dtype))
-                    peers = 1 if same_plan else held["peers"]
-                    self._read.setdefault((name, kind), []).append((memory, peers))
-                    boxes = _held_by_both(holding.part, memory, tensor)
-                    if boxes:
-                        wanted[tensor.name] = StateTensor(tensor.shape, memory.dtype, boxes)
-
-    def hold(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Holds what was read."""
-        state = exchange_state_dict(model)
-        found: dict[str, dict[str, Tensor]] = {}
-        dropped = []
-        kinds = self._kinds()
-        for (name, kind), parts in self._read.items():
-            total = sum((memory / peers for memory, peers in parts[1:]), parts[0][0] / parts[0][1])
-            if kind in kinds.get(name, ()):
-                found.setdefault(name, {})[kind] = total
-            elif kind != "velocity" or not self._to_momentum(name, total, optimizer):
-                dropped.append(name)
-        if dropped and self._run.world.rank == 0:
-            names = sorted(set(dropped))
-            warnings.warn(
-                f"what the run before had computed of the gradients of {len(names)} parameters "
-                f"({names[0]!r}, …) and not sent is left out: this plan sends these whole, or "
-                "keeps back something else",
-                stacklevel=2,
-            )
-        if "residuals" in state:
-            policies = {n: self._policy(n, own) for n, own in state["policies"].items()}
-            load_exchange_state_dict(model, {**state, "residuals": found, "policies": policies})
-
-    def _kinds(self) -> dict[str, set[str]]:
-        """What this plan can hold of each parameter."""
-        priority = self._run.priority
-        groups = priority.grad_groups if priority is not None else ()
-        found: dict[str, set[str]] = {}
-        for group in groups:
-            if isinstance(group, LossyGradGroup):
-                for param in group.feedback:
-                    found[param.name] = group.kinds_held(param)
-        return found
-
-    def _to_momentum(self, name: str, velocity: Tensor, optimizer: Optimizer | None) -> bool:
-        """Makes a velocity the optimizer's own momentum, where the plan leaves it to that."""
-        holding = self._holdings[name]
-        if not isinstance(optimizer, SGD) or holding.spec is not None:
-            return False
-        state = optimizer.state[holding.tensor]
-        state.setdefault("momentum_buffer", torch.empty_like(holding.tensor).copy_(velocity))
-        return True
-
-    def _policy(self, name: str, own: Any) -> Any:
-        """The state of a policy as it was saved, or as it is where that is of other parameters."""
-        rank = self._run.world.rank if self._same_plan else 0
-        saved = self._states[rank]["policies"].get(name)
-        if not isinstance(saved, dict) or saved.keys() != own.keys():
-            return own
-        if not self._same_plan and "waited" in own:
-            alike = saved["waited"].keys() == own["waited"].keys()
-            alike = alike and len(saved["credit_bytes"]) == len(own["credit_bytes"])
-            return saved if alike else own
-        return saved
-
-
-def _held_by_both(part: HeldPart, memory: Tensor, stored: StoredTensor) -> Any:
-    """The boxes of ``memory`` that a rank has stored: under another plan it held other slices."""
-    found = []
-    for box, view in part.views(memory):
-        for chunk in stored.chunks:
-            starts = [max(a, b) for a, b in zip(box.offsets, chunk.offsets, strict=True)]
-            stops = [
-                min(a + n, b + m)
-                for a, n, b, m in zip(
-                    box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True
-                )
-            ]
-            if all(start < stop for start, stop in zip(starts, stops, strict=True)):
-                inner = view
-                for dim, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-                    inner = inner.narrow(dim, start - box.offsets[dim], stop - start)
-                found.append((type(box)(tuple(starts), tuple(inner.shape)), inner))
-    return tuple(found)
