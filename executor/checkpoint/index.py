@@ -35,6 +35,7 @@ class StoredFile(Record, frozen=True, kw_only=True):
     sha256: str
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # What is read is in the checkpoint's own folder, whatever an index says.
         if not _FILE_NAME.fullmatch(self.name):
             raise ValueError(f"{self.name!r} is not the name of a checkpoint's file")
@@ -59,6 +60,7 @@ class StoredTensor(Record, frozen=True, kw_only=True):
     chunks: tuple[StoredChunk, ...]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         dtype_of(self.dtype)
         for chunk in self.chunks:
             ends = [o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True)]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,12 @@ import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.checkpoint.checkpoint import Checkpoint, checkpoint
 from meshwright.executor.gradients.feedback import Lossy
-from meshwright.executor.parallel import full_optimizer_state_dict, full_state_dict, run_of
+from meshwright.executor.parallel import (
+    exchange_state_dict,
+    full_optimizer_state_dict,
+    full_state_dict,
+    run_of,
+)
 from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import Plan
@@ -219,8 +227,6 @@ def unequal(found: dict[str, str], expected: dict[str, str]) -> list[str]:
 def held_back(model: nn.Module) -> dict[str, Tensor]:
     """What the exchange of all ranks has held back in sum, by parameter: what is still to be
     applied."""
-    from meshwright.executor.parallel import exchange_state_dict
-
     run = run_of(model)
     own = exchange_state_dict(model).get("residuals", {})
     found = {}
@@ -236,3 +242,28 @@ def in_turn(names: Iterable[str]) -> list[tuple[str, str]]:
     """Each with the next, and the last with the first."""
     listed = list(names)
     return list(zip(listed, [*listed[1:], listed[0]], strict=True))
+
+
+def trains(rank: int, world: int, name: str, folder: str, attempt: int, steps: int) -> None:
+    """One rank: goes on from what there is, up to so many steps, and leaves what it has then."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store-{attempt}", world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
+    )
+    optimizer = "sgd" if name == "topk" else "adamw"
+    kept = f"{folder}/kept"
+    trained = Trained(rank, PLANS[name](world), kept, 1, optimizer=optimizer, every=2, keep=2)
+    done = trained.ckpt.resume()
+    progress = Path(f"{folder}/progress")
+    while done < steps:
+        trained.train(1)
+        done += 1
+        if rank == 0:
+            progress.write_text(str(done))
+    trained.ckpt.close()
+    digest = trained.digest()
+    if rank == 0:
+        Path(f"{folder}/end.partial").write_text(json.dumps(digest))
+        Path(f"{folder}/end.partial").rename(f"{folder}/end.json")
+    os._exit(0)  # nothing is to be waited for

@@ -4,49 +4,16 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import random
-import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import trains
 from meshwright.executor.checkpoint.folder import steps_in
 
-HERE = Path(__file__).parent
 LIMIT_S = 90.0
-
-
-def trains(rank: int, world: int, name: str, folder: str, attempt: int, steps: int) -> None:
-    """One rank: goes on from what there is, up to so many steps, and leaves what it has then."""
-    sys.path.insert(0, str(HERE))
-    import torch
-    import torch.distributed as dist
-    from checkpoints import PLANS, Trained
-
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{attempt}", world)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
-    )
-    optimizer = "sgd" if name == "topk" else "adamw"
-    kept = f"{folder}/kept"
-    trained = Trained(rank, PLANS[name](world), kept, 1, optimizer=optimizer, every=2, keep=2)
-    done = trained.ckpt.resume()
-    progress = Path(f"{folder}/progress")
-    while done < steps:
-        trained.train(1)
-        done += 1
-        if rank == 0:
-            progress.write_text(str(done))
-    trained.ckpt.close()
-    digest = trained.digest()
-    if rank == 0:
-        Path(f"{folder}/end.partial").write_text(json.dumps(digest))
-        Path(f"{folder}/end.partial").rename(f"{folder}/end.json")
-    os._exit(0)  # nothing is to be waited for
 
 
 class Runs:
@@ -126,9 +93,7 @@ def ends_as_undisturbed(folder: Path, name: str, kills: int, seed: int) -> None:
 @pytest.fixture(autouse=True)
 def preloaded() -> None:
     """What the process that ranks are forked from has imported."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch", "torch.distributed", "torch.distributed.checkpoint", "meshwright.executor.apply"]
-    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["checkpoints"])
 
 
 @pytest.mark.slow
