@@ -62,6 +62,31 @@ def test_main_weights_go_on(ranks, tmp_path: Path, name: str):
         assert found == []
 
 
+def widens(rank: int, folder: str) -> None:
+    """Main weights and float32 state go where no chunks are updated, and come again."""
+    options = {"dtype": torch.bfloat16, "data": False}
+    expected = saves(rank, "sharded", 2, folder, **options)
+    second = Trained(rank, PLANS["priority"](2), folder, seed=2, every=1, keep=1, **options)
+    second.ckpt.resume()
+    found = second.digest()
+    assert [n for n in unequal(found, expected) if n.startswith(("model", "groups", "sch"))] == []
+    state = second.optimizer.state[second.model.up.weight]
+    assert {key: value.dtype for key, value in state.items() if value.ndim} == {
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
+    second.train(1)
+    second.ckpt.close()
+    third = Trained(rank, PLANS["fully sharded"](2), folder, seed=3, **options)
+    assert third.ckpt.resume() == 4
+    third.train(1)
+
+
+@pytest.mark.slow
+def test_main_weights_go_and_come_with_the_plan(ranks, tmp_path: Path):
+    ranks(2)(widens, str(tmp_path))
+
+
 def saves(rank: int, name: str, world: int, folder: str, **options: Any) -> dict[str, str]:
     trained = Trained(rank, PLANS[name](world), folder, seed=1, every=3, data=False, **options)
     trained.train(3)
