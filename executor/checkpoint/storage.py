@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,8 +88,8 @@ def save(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Writes a checkpoint into ``folder``: it is there, whole and on disk, when this returns.
-    Collective over ``group``, whose ranks all raise ``RunError`` where one fails, and where one has
-    an error in place of ``state``."""
+    Collective over ``group`` (none: this process by itself), whose ranks all raise ``RunError``
+    where one fails, and where one has an error in place of ``state``."""
     with _in_words():
         dcp_save(
             {_TENSORS: tensors},
@@ -127,15 +126,11 @@ def _words(error: BaseException) -> str:
 @contextmanager
 def _in_words() -> Iterator[None]:
     """Says in a sentence why it failed, and on which rank."""
-    # torch tells a rank by itself that it is by itself, and finds state unusual that is not on
-    # every rank, as here.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
-        try:
-            yield
-        except CheckpointException as error:  # no ``Exception`` to Python
-            rank, (cause, _) = min(error.failures.items())
-            raise RunError(f"rank {rank}: {_words(cause)}") from cause
+    try:
+        yield
+    except CheckpointException as error:  # no ``Exception`` to Python
+        rank, (cause, _) = min(error.failures.items())
+        raise RunError(f"rank {rank}: {_words(cause)}") from cause
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -177,10 +177,19 @@ def checkpoint_group(world: World, timeout_s: float) -> Group:
     """All ranks, on gloo, for what the threads that write checkpoints tell each other. Collective
     over all ranks."""
     limit = timedelta(seconds=timeout_s + GRACE_S)
-    return _make_group(
+    group = _make_group(
         world.rank, world.placement, torch.device("cpu"), limit, "checkpoint",
         [range(world.size)], CONTROL_BACKEND,
     )  # fmt: skip
+    if group.handle is not None:
+        return group
+    # One rank by itself has one too: torch warns of writing without.
+    default, key = dist.group.WORLD, ("checkpoint",)
+    assert default is not None, "a plan was applied within it"
+    known = _handles[default]
+    if key not in known:
+        known[key] = dist.new_group([0], timeout=limit, backend=CONTROL_BACKEND)
+    return replace(group, handle=known[key])
 
 
 def _host_groups(
