@@ -136,8 +136,8 @@ class Restoration:
         if odd:
             has, lacks = ("it", "this model") if odd[0] in saved else ("this model", "it")
             self._refuse_model(f"{has} has {odd[0]!r} and {lacks} has not")
-        for name, tensor in saved.items():
-            holding = here[name]
+        for name, holding in here.items():
+            tensor = saved[name]
             dtype = dtype_name(holding.tensor.dtype)
             if (tensor.shape, tensor.dtype) != (holding.full_shape, dtype):
                 self._refuse_model(

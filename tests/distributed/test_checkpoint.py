@@ -198,7 +198,7 @@ def test_every_element_is_written_once_and_ranks_write_as_much(ranks, tmp_path: 
     assert stored == 3 * 4 * parameters + buffers  # with AdamW's two moments
     sizes = [f.bytes for f in index.files if f.name.startswith("tensors-")]
     assert len(sizes) == 2
-    assert max(sizes) < 1.1 * min(sizes)
+    assert max(sizes) < 1.25 * min(sizes)  # as even as small tensors come out
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -276,6 +276,7 @@ def fills_the_disk(rank: int, folder: str) -> None:
             trained.ckpt.wait()
     finally:
         safetensors.write_all = before
+    torch.distributed.barrier()  # rank 0 clears up
     assert [p.name for p in Path(folder).iterdir()] == ["step-00000001"]
     expected = trained.digest()
     trained.ckpt.save()
