@@ -170,8 +170,8 @@ class Checkpoint:
         or none of several is whole; nothing has changed then.
         """
         self.wait()
-        self._resumed = True
         trouble: list[str] = []
+        self._found = rank_zero_decides(lambda: steps_in(self.folder))
         for step in self._found:
             index, damage = self._whole(step)
             if index is None:
@@ -180,12 +180,14 @@ class Checkpoint:
                     warnings.warn(f"{damage}; the checkpoint before is used", stacklevel=2)
                 continue
             self._restore(index)
+            self._resumed = True
             return index.step
         if trouble:
             raise InputError(
                 f"no checkpoint in {self.folder} is whole ({trouble[0]}): copy one back, or name a "
                 "new folder to begin anew"
             )
+        self._resumed = True
         return 0
 
     def _whole(self, step: int) -> tuple[CheckpointIndex | None, str]:
