@@ -12,7 +12,7 @@ SEVERAL := $(TEST) tests/distributed tests/gpu tests/testbed
 # What another Python or other versions of what we build on would break first.
 SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/cli tests/unit/test_imports.py tests/distributed/test_training.py
 
-.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal testbed clean
+.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench-zoo         architectures of other packages: units, verdicts, peak memory"
 	@echo "make bench-sharded     sharded against dense exchange and FSDP2, on a test bed (needs root)"
 	@echo "make bench-exchange    priority exchange, DDP, FSDP2 and the bound, on a test bed (needs root)"
+	@echo "make bench-checkpoint  what a checkpoint every 50 steps costs"
 	@echo "make bench-unequal     plans for hosts of unequal links, on a test bed (needs root)"
 	@echo "make bench-burst       bursts with background jobs: 1,024 simulated devices, and a test bed (needs root)"
 	@echo "make testbed           hosts as network namespaces, until Ctrl-C (needs root)"
@@ -116,6 +117,9 @@ bench-exchange: $(VENV)/test.stamp
 
 bench-burst: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/burst.py --markdown docs/results/burst.md
+
+bench-checkpoint: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint.py
 
 bench-unequal: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/unequal.py

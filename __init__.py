@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         verify,
     )
     from .cli.demonstration import demo
+    from .executor.checkpoint.checkpoint import Checkpoint, checkpoint
+    from .executor.checkpoint.weights import export, load_model, save_model
     from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.launch.hosts.settings import Hosts
@@ -56,6 +58,8 @@ _HOMES = {
     ".executor.launch.background": "Background",
     ".executor.launch.hosts.settings": "Hosts",
     ".cli.demonstration": "demo",
+    ".executor.checkpoint.checkpoint": "Checkpoint checkpoint",
+    ".executor.checkpoint.weights": "export load_model save_model",
     ".executor.gradients.feedback": "Lossy",
     ".executor.micro": "join micro_batches",
     ".executor.parallel": (
@@ -76,6 +80,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 __all__ = [
     "Background",
     "Batch",
+    "Checkpoint",
     "Cluster",
     "Goal",
     "Hosts",
@@ -91,12 +96,14 @@ __all__ = [
     "advise",
     "auto_parallelize",
     "calibrate",
+    "checkpoint",
     "compare",
     "compare_losses",
     "demo",
     "describe_cluster",
     "exchange_state_dict",
     "explain",
+    "export",
     "front",
     "full_optimizer_state_dict",
     "full_state_dict",
@@ -105,6 +112,7 @@ __all__ = [
     "load",
     "load_exchange_state_dict",
     "load_full_optimizer_state_dict",
+    "load_model",
     "loss_weight",
     "micro_batches",
     "multiplex",
@@ -112,6 +120,7 @@ __all__ = [
     "probe",
     "profile",
     "save",
+    "save_model",
     "sizes",
     "verify",
 ]

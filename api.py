@@ -462,6 +462,9 @@ def launch(
     quiet: bool = False,
     hosts: Hosts | None = None,
     background: Background | str | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 50,
+    resume: bool = True,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunReport | None:
@@ -480,11 +483,16 @@ def launch(
     ``background`` is a job for what the run leaves idle on this host: a command, a plan's file, or
     ``Background`` with settings. ``at_end`` is told the result when the run is over, the return may
     be later: when the background job is. ``say`` is told what that has had and cost.
+
+    ``checkpoint`` is a folder that all hosts share, into which the training is saved after
+    ``checkpoint_every`` steps each and at its end (a script keeps them itself, by ``mw.checkpoint``
+    without a folder). Where it has some, the run goes on from the latest that is whole; without
+    ``resume`` such a folder is refused.
     """
     from .executor.launch.background import Background
     from .executor.launch.hosts.over_ssh import HostWork, launch_over_ssh
     from .executor.launch.hosts.settings import counts_of
-    from .executor.launch.launch import launch, ranks_for, ranks_of_hosts
+    from .executor.launch.launch import keeping_for, launch, ranks_for, ranks_of_hosts
 
     background_job = (
         Background(background, limit=plan.goal.background_limit)
@@ -501,11 +509,14 @@ def launch(
         work = HostWork(
             plan=plan, script=tuple(script), steps=steps, per_host=counts, timeout_s=timeout_s,
             quiet=quiet, background=background_job,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            checkpoint_every=checkpoint_every, resume=resume,
         )  # fmt: skip
         return launch_over_ssh(work, hosts, at_end, say)
     # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
-    return launch(plan, script, steps, ranks, background_job, at_end, say)
+    keeping = keeping_for(checkpoint, checkpoint_every, resume=resume, say=say)
+    return launch(plan, script, steps, ranks, background_job, keeping, at_end, say)
 
 
 def auto_parallelize(

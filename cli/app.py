@@ -13,7 +13,7 @@ from .. import __version__
 from ..planner.schema.errors import InputError, MemoryRunError, MeshwrightError
 from .advise import advise
 from .calibrate import calibrate
-from .launch import demo, launch, separate_script, verify
+from .launch import demo, export, launch, separate_script, verify
 from .measure import cluster, probe, profile
 from .multiplex import multiplex
 from .plan import compare, explain, plan
@@ -33,8 +33,8 @@ app = typer.Typer(
 )
 # In the order in which they are used: the help lists them so.
 for _verb in (
-    profile, probe, cluster, advise, plan, explain, compare, multiplex, verify, launch, calibrate,
-    demo,
+    profile, probe, cluster, advise, plan, explain, compare, multiplex, verify, launch, export,
+    calibrate, demo,
 ):  # fmt: skip
     app.command(_verb.__name__)(_verb)
 

@@ -41,7 +41,8 @@ _BELONGS = {
 # Options that every host is told as they were given here.
 _PASSED_ON = (
     "steps", "timeout", "report", "background", "background_limit", "background_memory",
-    "background_at_end", "background_grace", "background_log", "json",
+    "background_at_end", "background_grace", "background_log", "checkpoint", "checkpoint_every",
+    "resume", "json",
 )  # fmt: skip
 
 
@@ -193,7 +194,10 @@ def own_words(params: Mapping[str, object], given: set[str]) -> list[str]:
         value = params.get(name)
         if name not in given or value is None:
             continue
-        words.append(_option(name) if value is True else f"{_option(name)}={value}")
+        if isinstance(value, bool):
+            words.append(_option(name) if value else _option(f"no_{name}"))
+        else:
+            words.append(f"{_option(name)}={value}")
     return words
 
 

@@ -1,4 +1,5 @@
-"""``verify``, ``launch`` and ``demo``: a plan held to one process, a plan at work, all of it."""
+"""``verify``, ``launch``, ``export`` and ``demo``: a plan held to one process, a plan at work, what
+came of it, all of it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,10 @@ def _dtype(name: str) -> Literal["float64", "float32", "own"]:
     return names[name]
 
 
-_FLAGS = ("--json", "--dry-run", "--submit", "--help", "-h")
+# The options of launch that take no value.
+_FLAGS = (
+    "--json", "--dry-run", "--submit", "--resume", "--no-resume", "--help", "-h",
+)  # fmt: skip
 
 
 def separate_script(arguments: Sequence[str]) -> list[str]:
@@ -124,6 +128,9 @@ def launch(
     image: options.Image = None,
     gpus: options.GpusPerHost = None,
     job_name: options.JobName = "meshwright",
+    checkpoint: options.CheckpointFolder = None,
+    checkpoint_every: options.CheckpointEvery = 50,
+    resume: options.Resume = True,
     json: options.Json = False,
 ) -> None:
     """Run a plan, here or on several hosts, and end with what was predicted beside what was
@@ -143,6 +150,9 @@ def launch(
         job_name=job_name,
     )  # fmt: skip
     asked.check()
+    _check_belongs(given, "background", "a background job: add --background COMMAND", background)
+    _check_belongs(given, "checkpoint", "checkpoints: add --checkpoint FOLDER", checkpoint)
+    _check_belongs(given, "resume", "checkpoints: add --checkpoint FOLDER", checkpoint)
     found_hosts = asked.found_hosts()
     if dry_run or slurm is not None or kubernetes is not None:
         words = elsewhere.own_words(context.params, given)
@@ -160,11 +170,6 @@ def launch(
             grace_s=background_grace,
             log=str(background_log),
         )
-    else:
-        for name in given_options(context):
-            if name.startswith("background_"):
-                option = "--" + name.replace("_", "-")
-                raise InputError(f"{option} concerns a background job: add --background COMMAND")
     # The report is shown when the run is over. This may return later, when the background is done.
     api.launch(
         made,
@@ -179,6 +184,9 @@ def launch(
         quiet=json,
         hosts=found_hosts,
         background=background_job,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
         at_end=lambda found: _show(found, made, report, first=node_rank == 0, json=json),
         say=note,
     )
@@ -189,6 +197,13 @@ def given_options(context: typer.Context) -> set[str]:
     which were given."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {n for n, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+def _check_belongs(given: set[str], start: str, what: str, asked: object) -> None:
+    """Raises ``InputError`` for an option of that ``start`` where nothing is ``asked`` of it."""
+    for name in sorted(given):
+        if asked is None and name.startswith(start):
+            raise InputError(f"--{name.replace('_', '-')} concerns {what}")
 
 
 def _note_differences(plan: Plan, nproc: Sequence[int] | None, nnodes: int, node_rank: int) -> None:
@@ -227,6 +242,22 @@ def _at_end(word: str | None) -> AtEnd | None:
     if word is not None and word not in words:
         raise InputError(f"--background-at-end {word!r} cannot be: choose finish or stop")
     return None if word is None else words[word]
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of checkpoints.")],
+    out_: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="A .pt or .safetensors file, or a folder, to write the weights to."
+        ),
+    ],
+) -> None:
+    """Write the weights of the latest checkpoint as one file that any tool reads."""
+    from ..executor.checkpoint.weights import export as export_weights
+
+    found = export_weights(folder, out_)
+    console().print(f"the weights of {found} are written to {out_}")
 
 
 def demo(

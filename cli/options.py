@@ -218,6 +218,22 @@ GpusPerHost = Annotated[
     int | None, whole("GPUs to ask Slurm or Kubernetes for on each host (default: none).")
 ]
 JobName = Annotated[str, typer.Option(help="The job's name for Slurm or Kubernetes.")]
+CheckpointFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--checkpoint",
+        help="Save the training in this folder now and then, and go on from what is there.",
+    ),
+]
+CheckpointEvery = Annotated[int, whole("Save after so many steps.")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Go on from the latest whole checkpoint, if there is one; or refuse a folder that has "
+        "some.",
+    ),
+]
 
 # -- another job in what the run leaves idle ------------------------------------------------------
 

@@ -6,7 +6,7 @@
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -92,8 +92,9 @@ class World:
                            of n, and those across the runs    before these exchange them
     ====================== ================================== ======================================
 
-    m is a degree. Layouts that leave positions idle have groups of their own, under the layout; who
-    is idle there is alone in its groups. ``make_world`` creates them all; which thread issues on
+    ``checkpoint_group`` makes one more, for the threads that write checkpoints. m is a degree.
+    Layouts that leave positions idle have groups of their own, under the layout; who is idle there
+    is alone in its groups. ``make_world`` creates them all; which thread issues on
     which is in [Note: Who issues collectives on which group] in gradients/priority.py.
     """
 
@@ -170,6 +171,25 @@ def make_world(
             if span not in world.crossings:
                 world.crossings[span] = make("redistribution in parts", [span])
     return world
+
+
+def checkpoint_group(world: World, timeout_s: float) -> Group:
+    """All ranks, on gloo, for what the threads that write checkpoints tell each other. Collective
+    over all ranks."""
+    limit = timedelta(seconds=timeout_s + GRACE_S)
+    group = _make_group(
+        world.rank, world.placement, torch.device("cpu"), limit, "checkpoint",
+        [range(world.size)], CONTROL_BACKEND,
+    )  # fmt: skip
+    if group.handle is not None:
+        return group
+    # One rank by itself has one too: torch warns of writing without.
+    default, key = dist.group.WORLD, ("checkpoint",)
+    assert default is not None, "a plan was applied within it"
+    known = _handles[default]
+    if key not in known:
+        known[key] = dist.new_group([0], timeout=limit, backend=CONTROL_BACKEND)
+    return replace(group, handle=known[key])
 
 
 def _host_groups(

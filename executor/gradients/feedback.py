@@ -240,6 +240,10 @@ class LossyGradGroup(GradGroup):
         if param in self.feedback:
             self.feedback[param].restore(None)
 
+    def kinds_held(self, param: GradParam) -> set[str]:
+        """What ``state`` may have of a parameter."""
+        return {_saved_as(param)}
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies of what is held, by parameter."""
         return {

@@ -30,6 +30,8 @@ ends. The library then carries them in that order, while the next forward waits 
 # - what a user asks of sharded gradients, parameters and states (``Channels.full_gradients``): the
 #   thread that asks, which must then ask on all ranks;
 # - votes, agreements and forwards' headers: ``Control``, from the thread that trains.
+# - what ranks tell each other while they write a checkpoint (``checkpoint_group``): the thread that
+#   writes it, and when one is read the thread that trains, which has waited for that.
 #
 # [Note: One order on a device's streams]
 # With NCCL, communicators share a device: collectives of several that wait for each other must be

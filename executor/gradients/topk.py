@@ -356,6 +356,10 @@ class TopkGradGroup(LossyGradGroup):
             self.velocities[param] = velocity
         return new, velocity
 
+    def kinds_held(self, param: GradParam) -> set[str]:
+        velocity = {"velocity"} if self.topk.momentum is not None else set()
+        return super().kinds_held(param) | velocity
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         state = super().state()
         for param, velocity in self.velocities.items():

@@ -4,6 +4,7 @@ that would have fitted, after a run that lacked memory."""
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,8 @@ from ...planner.solve.problem import Problem
 from ...planner.solve.solver import solve
 from ..background.job import Job, background_job
 from ..capability import CAPABILITY
+from ..checkpoint.checkpoint import EVERY_VARIABLE, FOLDER_VARIABLE
+from ..checkpoint.folder import check_folder, steps_in
 from ..comm.setups import device_name
 from ..headroom import command, forecast, less_than
 from .background import (
@@ -40,7 +43,7 @@ from .report import (
     report_of_script,
 )
 from .start import cores
-from .tasks import PLAN, Task, run_task
+from .tasks import PLAN, Keeping, Task, run_task
 from .worker import STDOUT_TO_STDERR
 
 # Counts that are tried for a plan that takes less memory.
@@ -53,15 +56,18 @@ def launch(
     steps: int,
     ranks: Ranks,
     background: Background | None = None,
+    keeping: Keeping | None = None,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunReport | None:
     """See ``api.launch``. None where this host has no rank 0, or where a script made too few
-    optimizer steps under the plan to measure. ``say`` is told of the background job."""
+    optimizer steps under the plan to measure. ``say`` is told of the background job and of
+    checkpoints."""
     check_plan(plan, ranks.world_size)
     check_script(script)
+    run = partial(_run, plan, script, steps, keeping=keeping, say=say)
     if background is None:
-        report = run(plan, script, steps, ranks)
+        report = run(ranks)
         at_end(report)
         return report
     # Each host has a background job of its own, beside the ranks that it starts.
@@ -69,7 +75,7 @@ def launch(
         say(outlook(plan, ranks.here))
         if (late := over_step_limit(plan, background.limit)) is not None:
             say(late)
-        report = run(plan, script, steps, ranks.telling(job.environment))
+        report = run(ranks.telling(job.environment))
         state = job.state()
         if report is not None:
             report = msgspec.structs.replace(
@@ -104,14 +110,55 @@ def _stopped_with_run(job: Job, say: Callable[[str], None]) -> Iterator[None]:
         raise
 
 
-def run(plan: Plan, script: Sequence[str], steps: int, ranks: Ranks) -> RunReport | None:
+def _run(
+    plan: Plan,
+    script: Sequence[str],
+    steps: int,
+    ranks: Ranks,
+    *,
+    keeping: Keeping | None,
+    say: Callable[[str], None],
+) -> RunReport | None:
     """Runs a plan that was checked; what was measured."""
     try:
         if not script:
-            return run_task(Task(name="train", steps=steps), ranks, RunReport, plan)
-        return _launch_script(plan, script, ranks)
+            task = Task(name="train", steps=steps, keeping=keeping)
+            return run_task(task, ranks, RunReport, plan)
+        if keeping is not None:
+            ranks = ranks.telling(
+                {FOLDER_VARIABLE: keeping.folder, EVERY_VARIABLE: str(keeping.every)}
+            )
+        report = _launch_script(plan, script, ranks)
+        if keeping is not None and not steps_in(Path(keeping.folder)):
+            say(
+                f"no checkpoint is in {keeping.folder}: the script has to keep them, by "
+                "mw.checkpoint(None, model, optimizer) and its step() after each step"
+            )
+        return report
     except MemoryRunError as error:
         raise with_a_plan_that_fits(error, plan) from None
+
+
+def keeping_for(
+    folder: str | Path | None, every: int, *, resume: bool, say: Callable[[str], None]
+) -> Keeping | None:
+    """How a run keeps checkpoints, and word of the one that it goes on from. Raises ``InputError``
+    for a folder that cannot be, and without ``resume`` for one that has some."""
+    if folder is None:
+        return None
+    if every < 1:
+        raise InputError(f"a checkpoint every {every} steps cannot be: give at least 1")
+    path = Path(folder).absolute()
+    check_folder(path)
+    steps = steps_in(path)
+    if steps and not resume:
+        raise InputError(
+            f"{folder} has checkpoints up to step {steps[0]}: name a new folder to begin anew, or "
+            "go on from them (without --no-resume)"
+        )
+    if steps:
+        say(f"goes on from the checkpoint of step {steps[0]} in {folder}")
+    return Keeping(folder=str(path), every=every)
 
 
 def _launch_script(plan: Plan, script: Sequence[str], ranks: Ranks) -> RunReport | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ...planner.schema.plan import Plan
 from ...planner.schema.precision import Precision
-from ...planner.schema.record import Record, load, save
+from ...planner.schema.record import Count, Record, load, save
 from ...planner.schema.report import RunReport
 from .progress import Step, progress
 
@@ -40,6 +40,13 @@ TASK, PLAN, ANSWER = "task.json", "plan.json", "answer.json"
 RecordT = TypeVar("RecordT", bound=Record)
 
 
+class Keeping(Record, frozen=True, kw_only=True):
+    """The ``folder`` in which a training keeps checkpoints, one after ``every`` so many steps."""
+
+    folder: str
+    every: Count
+
+
 class Task(Record, frozen=True, kw_only=True):
     """What the ranks are to do, and those options that apply to it."""
 
@@ -53,6 +60,7 @@ class Task(Record, frozen=True, kw_only=True):
     seeds: int = 3
     timeout_s: float | None = None
     refresh: bool = True
+    keeping: Keeping | None = None
 
 
 def run_task(
@@ -138,9 +146,10 @@ def losses_task(task: Task, folder: Path, device: torch.device) -> LossCompariso
 
 def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
     from ...models.target import planned, try_out
+    from ..checkpoint.checkpoint import checkpoint
     from .attribution import check_mean
     from .report import report_of_training
-    from .train import accuracy, begin_training, drawing, run_steps
+    from .train import accuracy, begin_training, drawing, run_steps, scaler_for
 
     plan = load(Plan, folder / PLAN)
     chosen = planned(plan.target, plan.precision)
@@ -148,9 +157,15 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
     check_mean(chosen, (size,))
     chosen, optimizer = begin_training(chosen, plan, device, task.timeout_s)
     draw = drawing(chosen, plan.goal.batch)
+    scaler = scaler_for(chosen)
+    kept = None
+    if task.keeping is not None:
+        kept = checkpoint(
+            task.keeping.folder, chosen.model, optimizer, scaler=scaler, every=task.keeping.every
+        )
     with rank_zero_bar(f"training {plan.target}") as step:
         measured = run_steps(
-            chosen, plan, task.steps, optimizer=optimizer, draw=draw,
+            chosen, plan, task.steps, optimizer=optimizer, draw=draw, scaler=scaler, kept=kept,
             progress=lambda done, total: step(done, total, ""),
         )  # fmt: skip
     return report_of_training(plan, measured, accuracy(chosen, device))

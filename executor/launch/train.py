@@ -23,6 +23,7 @@ from ...planner.schema.plan import Plan
 from ...planner.schema.precision import is_scaled
 from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
+from ..checkpoint.checkpoint import Checkpoint
 from ..gradients.dropping import DroppedGradGroup
 from ..gradients.reshard import resident_parameters
 from ..micro import micro_batches
@@ -126,13 +127,17 @@ def run_steps(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     draw: Callable[[int], Batch] | None = None,
+    scaler: GradScaler | None = None,
+    kept: Checkpoint | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measured:
     """Trains for ``steps`` measured steps, a few before them, and two after them for memory.
 
     Collective. The plan is applied to the workload's model unless it was already. ``draw(step)``
     gives the whole batch of a step, the same on every rank; by default the workload makes one of
-    the goal's size, seeded with the step's number. Without an ``optimizer`` the goal's is made.
+    the goal's size, seeded with the step's number. Without an ``optimizer`` the goal's is made,
+    without a ``scaler`` the one that the precision wants. With ``kept`` checkpoints it goes on from
+    the latest, up to the same number of steps, and ends with one.
     """
     model = workload.model
     optimizer = optimizer or optimizer_for(plan.goal.optimizer, model.parameters())
@@ -140,15 +145,32 @@ def run_steps(
         apply(model, optimizer, plan)
     model.train()
     draw = draw or partial(_random, workload, plan.goal.batch)
-    step = partial(take_step, workload, plan, optimizer=optimizer, scaler=scaler_for(workload))
+    scaler = scaler or scaler_for(workload)
+    step = partial(take_step, workload, plan, optimizer=optimizer, scaler=scaler)
     taken = []
-    for number in range(WARM_UP + steps):
+    for number in range(_first_step(kept, steps), WARM_UP + steps):
         taken.append(step(draw(number)))
+        saved = kept is not None and kept.step()
         progress(number + 1, WARM_UP + steps)
+    if kept is not None:
+        if not saved:
+            kept.save()
+        kept.close()
     last = draw(WARM_UP + steps)
     peak = _peak(workload, step, last, optimizer)
     spent = [one.spent() for one in taken]
     return _summary(run_of(model), plan, spent, peak, last.size)
+
+
+def _first_step(kept: Checkpoint | None, steps: int) -> int:
+    """The number of the first step to be made."""
+    made = kept.resume() if kept is not None else 0
+    if kept is not None and made >= WARM_UP + steps:
+        raise InputError(
+            f"the checkpoint in {kept.folder} is of step {made}, and {steps} steps with {WARM_UP} "
+            "to warm up are no more: ask for more --steps, or name a new folder"
+        )
+    return made
 
 
 def _peak(
@@ -281,7 +303,7 @@ def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[T
 
 def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) -> Measured:
     """The slowest rank's figures, on every rank. Collective."""
-    measured = taken[WARM_UP:]
+    measured = taken[WARM_UP:] or taken[-1:]  # few are left where it went on from a checkpoint
     names = "step_s", "blocking_s", "exposed_s", "update_s", "wire_bytes"
     medians = [median(getattr(spent, name) for spent in measured) for name in names]
     mine = [*medians, peak, *(spent.loss for spent in taken)]

@@ -39,6 +39,7 @@ ORDER = (
     "executor/memory",
     "executor/background",
     "executor",
+    "executor/checkpoint",
     "executor/launch",
     "executor/launch/hosts",
     "profiler",

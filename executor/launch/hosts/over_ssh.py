@@ -43,6 +43,9 @@ class HostWork:
     timeout_s: float | None = None
     quiet: bool = False
     background: Background | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int = 50
+    resume: bool = True
 
     def order(self, number: int, hosts: Hosts) -> HostOrder:
         """Host ``number``'s part of it."""
@@ -57,6 +60,9 @@ class HostWork:
             timeout_s=self.timeout_s,
             quiet=self.quiet,
             background=self.background,
+            checkpoint=self.checkpoint,
+            checkpoint_every=self.checkpoint_every,
+            resume=self.resume,
         )
 
 

@@ -36,6 +36,9 @@ class HostOrder(Record, frozen=True, kw_only=True):
     timeout_s: float | None = None
     quiet: bool = False
     background: Background | None = None
+    checkpoint: str | None = None
+    checkpoint_every: Count = 50
+    resume: bool = True
 
 
 class HostReady(Record, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from ....planner.schema.record import decode
 from ....planner.schema.report import RunReport
 from ...comm.setups import setup_here, software
 from ...headroom import free_bytes
-from ..launch import check_script, differences, launch
+from ..launch import check_script, differences, keeping_for, launch
 from ..processes import Ranks, check_plan
 from ..start import address_towards
 from ..worker import STDOUT_TO_STDERR
@@ -72,7 +72,10 @@ def _run_order(line: LauncherLine) -> None:
         if report is not None:
             line.tell("report", report)
 
-    launch(plan, order.script, order.steps, ranks, order.background, at_end, _say)
+    # Once for all hosts: they share the folder.
+    say = _say if order.node_rank == 0 else lambda text: None
+    keeping = keeping_for(order.checkpoint, order.checkpoint_every, resume=order.resume, say=say)
+    launch(plan, order.script, order.steps, ranks, order.background, keeping, at_end, _say)
 
 
 def _say(text: str) -> None:

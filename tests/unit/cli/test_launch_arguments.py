@@ -15,6 +15,7 @@ from meshwright.cli.launch import separate_script
         ("launch p.json --json s.py p.json", "s.py p.json"),
         ("launch --timeout=9 p.json -m mine.train -v", "-m mine.train -v"),
         ("launch p.json -- s.py -x", "s.py -x"),
+        ("launch --no-resume p.json --checkpoint kept s.py --resume", "s.py --resume"),
         ("plan launch p.json s.py", None),
         ("launch p.json --hosts a,b --dry-run s.py --submit", "s.py --submit"),
         ("launch --submit p.json --slurm job s.py", "s.py"),
@@ -47,3 +48,34 @@ def test_what_is_not_as_planned_is_said_before_anything_starts(meshwright, plan_
     assert (done.code, started) == (2, [])
     assert "the plan is for 8 ranks and 2 would be started" in done.sentence
     assert "note: " not in done.err
+
+
+def test_checkpoints_are_refused_before_anything_starts(meshwright, plan_file, tmp_path):
+    (tmp_path / "kept" / "step-00000040").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    for options, sentence in (
+        (("--checkpoint-every", 5), "--checkpoint-every concerns checkpoints: add --checkpoint"),
+        (("--no-resume",), "--resume concerns checkpoints: add --checkpoint FOLDER"),
+        (("--checkpoint", tmp_path / "other"), "is not a folder of checkpoints (it has 'notes.txt"),
+        (("--checkpoint", tmp_path / "kept", "--no-resume"), "has checkpoints up to step 40: name"),
+    ):
+        done = meshwright("launch", plan_file, *options)
+        assert done.code == 2
+        assert sentence in done.sentence
+    done = meshwright("export", tmp_path / "other", "-o", tmp_path / "a.pt")
+    assert (done.code, "there is no checkpoint in" in done.sentence) == (2, True)
+    done = meshwright("export", tmp_path / "kept", "-o", tmp_path / "a.pt")
+    assert (done.code, "index.json cannot be read: No such file" in done.sentence) == (2, True)
+
+
+def test_ranks_are_told_of_checkpoints(meshwright, plan_file, tmp_path, monkeypatch):
+    started: list[object] = []
+    monkeypatch.setattr(
+        "meshwright.executor.launch.launch.run_task", lambda *given: started.append(given[0])
+    )
+    (tmp_path / "kept" / "step-00000040").mkdir(parents=True)
+    done = meshwright("launch", plan_file, "--checkpoint", tmp_path / "kept")
+    assert "note: goes on from the checkpoint of step 40" in done.err
+    (task,) = started
+    assert (task.keeping.folder, task.keeping.every) == (str(tmp_path / "kept"), 50)

@@ -71,6 +71,7 @@ WRONG = {
     ("launch", "--timeout"): ABOVE_0,
     ("launch", "--background-limit"): ("abc", "1", "0", "-1"),
     ("plan", "--background-limit"): ("abc", "1", "0", "-1"),
+    ("launch", "--checkpoint-every"): WHOLE,
     ("launch", "--background-memory"): SIZE,
     ("launch", "--background-grace"): FROM_0,
 }

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: what is saved, how it lies on disk, and going on from it."""

@@ -1,0 +1,302 @@
+"""A checkpoint's files: every damage is found and named, and nothing that is read can run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from meshwright.executor.checkpoint import folder as folders
+from meshwright.executor.checkpoint import safetensors, storage
+from meshwright.executor.checkpoint.boxes import CutPiece, HeldPart, TensorBox, flat_boxes
+from meshwright.executor.checkpoint.holdings import StateTensor
+from meshwright.executor.checkpoint.index import find_damage, read_index
+from meshwright.executor.checkpoint.values import decode_value, encode_value
+from meshwright.planner.schema.errors import InputError, RunError
+from torch import Tensor
+
+TENSORS = {
+    "model/wide": torch.randn(7, 5),
+    "model/half": torch.randn(3).to(torch.bfloat16),
+    "model/scalar": torch.tensor(2.5, dtype=torch.float64),
+    "optimizer/wide/complex": torch.randn(2, 2, dtype=torch.complex128),
+    "model/flags": torch.tensor([True, False, True]),
+}
+
+
+def whole(tensor: Tensor) -> StateTensor:
+    box = TensorBox((0,) * tensor.ndim, tuple(tensor.shape))
+    return StateTensor(tuple(tensor.shape), tensor.dtype, ((box, tensor),))
+
+
+def described(step: int) -> storage.Description:
+    return storage.Description(step, 1, "model", "plan", "decisions", b"{}\n")
+
+
+def write(folder: Path, step: int, tensors: dict[str, Tensor] = TENSORS) -> Path:
+    """A checkpoint of one rank."""
+    folders.prepare(folder)
+    state = encode_value({"random": torch.get_rng_state()}, "state")
+    stored = {name: whole(tensor) for name, tensor in tensors.items()}
+    storage.save(folder, described(step), 0, stored, state, None)
+    return folder / folders.step_name(step)
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What a rank that is asked to go on from it would say."""
+    try:
+        index = read_index(checkpoint)
+    except InputError as error:
+        return str(error)
+    found = (find_damage(checkpoint, file) for file in index.files)
+    return next((damage for damage in found if damage is not None), None)
+
+
+def test_what_is_written_is_read(tmp_path: Path):
+    checkpoint = write(tmp_path, 3)
+    index = read_index(checkpoint)
+    into = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    storage.load(checkpoint, index, {name: whole(tensor) for name, tensor in into.items()}, None)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(into[name], tensor)
+    stored = storage.StoredTensors(checkpoint, index)
+    for tensor in index.tensors:
+        assert torch.equal(stored.whole(tensor), TENSORS[tensor.name])
+    assert damage_of(checkpoint) is None
+    assert folders.steps_in(tmp_path) == [3]
+
+
+def test_every_flip_and_truncation_is_found_and_named(tmp_path: Path):
+    checkpoint = write(tmp_path, 50)
+    names = sorted(path.name for path in checkpoint.iterdir())
+    assert names == ["index.json", "plan.json", "state-0.json", "tensors-0.safetensors"]
+    before = {name: (checkpoint / name).read_bytes() for name in names}
+    chance = random.Random(0)
+    for trial in range(240):
+        name = names[trial % len(names)]
+        data = bytearray(before[name])
+        at = chance.randrange(len(data))
+        if trial % 3 == 2:
+            data = data[:at]
+        else:
+            data[at] ^= 1 << chance.randrange(8)
+        (checkpoint / name).write_bytes(data)
+        told = damage_of(checkpoint)
+        assert told is not None, (name, at)
+        assert str(checkpoint / name) in told, (name, at, told)
+        assert "\n" not in told
+        (checkpoint / name).write_bytes(before[name])
+    for name in names:
+        (checkpoint / name).rename(tmp_path / "away")
+        assert name in (damage_of(checkpoint) or "")
+        (tmp_path / "away").rename(checkpoint / name)
+    assert damage_of(checkpoint) is None
+
+
+class Payload:
+    """A pickle of it makes a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_planted_pickle_does_not_run(tmp_path: Path):
+    checkpoint, mark = write(tmp_path, 1), tmp_path / "ran"
+    planted = tmp_path / "planted.pt"
+    torch.save(Payload(mark), planted)
+    for payload in (pickle.dumps(Payload(mark)), planted.read_bytes()):
+        for name in sorted(path.name for path in checkpoint.iterdir()):
+            path = checkpoint / name
+            before = path.read_bytes()
+            path.write_bytes(payload)
+            assert name in (damage_of(checkpoint) or "")
+            # Also where somebody has made the hashes fit.
+            with pytest.raises(InputError):
+                decode_value(payload, "state-0.json")
+            with pytest.raises(InputError):
+                safetensors.read_tensors(path)
+            path.write_bytes(before)
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(Payload(mark)))  # it would have been seen
+    assert mark.exists()
+
+
+def test_an_index_names_no_file_elsewhere(tmp_path: Path):
+    checkpoint = write(tmp_path, 1)
+    text = (checkpoint / "index.json").read_text()
+    inner = text[text.index('"index":') + 8 : -1].replace("state-0.json", "../../state.json")
+    import hashlib
+
+    digest = hashlib.sha256(inner.encode()).hexdigest()
+    (checkpoint / "index.json").write_text(f'{{"sha256":"{digest}","index":{inner}}}')
+    with pytest.raises(InputError, match="not the name of a checkpoint's file"):
+        read_index(checkpoint)
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, after_bytes: int) -> None:
+    """From so many bytes on every write fails as on a full disk."""
+    left = [after_bytes]
+
+    def write_all(file: Any, data: Any) -> None:
+        left[0] -= len(memoryview(data).cast("B")) if len(data) else 0
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+        file.write(data)
+
+    monkeypatch.setattr(safetensors, "write_all", write_all)
+    monkeypatch.setattr(folders, "write_all", write_all)
+
+
+@pytest.mark.parametrize("after_bytes", [0, 100, 900, 8000, 8600])
+def test_a_full_disk_leaves_the_last_whole_one(tmp_path, monkeypatch, after_bytes):
+    write(tmp_path, 1)
+    with monkeypatch.context() as patched:
+        full_disk(patched, after_bytes)
+        with pytest.raises(RunError, match="rank 0: No space left on device"):
+            write(tmp_path, 2)
+    folders.discard(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert damage_of(tmp_path / "step-00000001") is None
+    write(tmp_path, 2)
+    assert folders.steps_in(tmp_path) == [2, 1]
+
+
+def test_old_ones_go(tmp_path: Path):
+    for step in (10, 20, 30, 40):
+        write(tmp_path, step)
+        folders.remove_older(tmp_path, step, 2)
+    assert folders.steps_in(tmp_path) == [40, 30]
+    # What lies ahead was damaged, or it would have been gone on from: it is replaced in its turn.
+    write(tmp_path, 20)
+    folders.remove_older(tmp_path, 20, 1)
+    assert folders.steps_in(tmp_path) == [40, 30, 20]
+    write(tmp_path, 30)
+    assert damage_of(tmp_path / "step-00000030") is None
+
+
+def test_half_written_ones_are_never_found(tmp_path: Path):
+    write(tmp_path, 1)
+    shutil.copytree(tmp_path / "step-00000001", folders.writing_folder(tmp_path, 2))
+    assert folders.steps_in(tmp_path) == [1]
+    folders.prepare(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"is not a folder of checkpoints \(it has 'notes.txt'\)"):
+        folders.prepare(tmp_path)
+    with pytest.raises(InputError, match=r"cannot look into .*Not a directory"):
+        folders.prepare(tmp_path / "notes.txt")
+    checkpoint = write(tmp_path / "run", 1)
+    with pytest.raises(InputError, match="is one checkpoint: name the folder that it lies in"):
+        folders.prepare(checkpoint)
+
+
+VALUES = {
+    "numbers": [1, -2.5, float("inf"), 2**80, True, None, "text"],
+    "tuple": (1, (2, [3])),
+    "by number": {0: "a", 1.5: "b", (1, 2): "c"},
+    "counter": Counter([1, 1, 2]),
+    "ordered": OrderedDict(a=1),
+    "tensor": torch.arange(6, dtype=torch.int16).view(2, 3),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(3.0),
+    "array": np.arange(4, dtype=np.uint32),
+    "number": np.float32(1.5),
+}
+
+
+@pytest.mark.parametrize("name", list(VALUES))
+def test_values_come_back(name: str):
+    value = VALUES[name]
+    found = decode_value(encode_value(value, "it"), "it")
+    if isinstance(value, Tensor | np.ndarray):
+        assert found.dtype == value.dtype
+        assert found.shape == value.shape
+        assert bool((found == value).all())
+    else:
+        assert found == value
+        assert type(found) is type(value) or isinstance(value, OrderedDict)
+    assert str(decode_value(encode_value(float("nan"), "it"), "it")) == "nan"
+
+
+def test_what_cannot_be_written_is_named():
+    with pytest.raises(
+        InputError, match=r"it\['a'\]\[1\] is a function, which no checkpoint holds"
+    ):
+        encode_value({"a": [1, json.dumps]}, "it")
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[", b'{"what":1}', b'{"tensor":["os",[1],"AA=="]}', b'{"a":1,"b":2}', b"\xff"]
+)
+def test_what_is_no_state_is_refused(text: bytes):
+    with pytest.raises(InputError, match="it is not a checkpoint's state"):
+        decode_value(text, "it")
+
+
+def filled(part: HeldPart, local: Tensor, whole: Tensor) -> None:
+    """Every box that is held has the elements of the whole."""
+    for box, view in part.views(local):
+        place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+        assert torch.equal(view, whole[place])
+        view.fill_(-1)
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3, 5])
+@pytest.mark.parametrize("cut", [None, 0, 1])
+@pytest.mark.parametrize("stride_order", [(0, 1, 2), (2, 0, 1)])
+def test_boxes_are_what_is_held(peers: int, cut: int | None, stride_order: tuple[int, ...]):
+    full = torch.arange(8 * 6 * 5.0).view(8, 6, 5)
+    pieces: tuple[CutPiece, ...] = ()
+    if cut is not None:  # two blocks, of each of which this rank has the second third or so
+        length = full.shape[cut] // 2
+        bounds = [(b * length + length // 3, b * length + 2 * length // 3) for b in (0, 1)]
+        starts = (0, bounds[0][1] - bounds[0][0])
+        pieces = tuple(CutPiece(s, a, b - a) for s, (a, b) in zip(starts, bounds, strict=True))
+        own = torch.cat([full.narrow(cut, a, b - a) for a, b in bounds], cut)
+    else:
+        own = full.clone()
+    back = sorted(range(3), key=stride_order.__getitem__)
+    own = own.permute(stride_order).contiguous().permute(back)
+    part = HeldPart((8, 6, 5), tuple(own.shape), cut or 0, pieces)
+    seen = torch.zeros(full.shape)
+    chunk = -(-own.numel() // peers)
+    memory = own.as_strided((own.numel(),), (1,))
+    for peer in range(peers):
+        start, stop = min(peer * chunk, own.numel()), min((peer + 1) * chunk, own.numel())
+        flat = HeldPart(
+            part.full_shape, part.shape, part.dim, part.pieces, (start, stop), own.stride()
+        )
+        boxes = [box for box, _ in flat.views(memory[start:stop])]
+        for box in boxes:
+            place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            seen[place] += 1
+        filled(flat, memory[start:stop].clone(), full)
+        for box, view in part.share(own, peer, peers):
+            place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            assert torch.equal(view, full[place])
+            seen[place] += 1
+    filled(part, own.clone(), full)
+    assert seen.sum() == 2 * own.numel()
+    assert set(seen.unique().tolist()) <= {0.0, 2.0}
+
+
+def test_flat_boxes_are_few():
+    assert list(flat_boxes((4, 3, 2), 0, 24)) == [TensorBox((0, 0, 0), (4, 3, 2))]
+    assert list(flat_boxes((), 0, 1)) == [TensorBox((), ())]
+    assert list(flat_boxes((3, 2), 2, 2)) == []
+    assert len(list(flat_boxes((4, 3, 2), 3, 21))) == 5
