@@ -70,7 +70,7 @@ def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> N
     # Asked after the gather: ranks may have been given different environments, and all must come.
     if os.environ.get(SWITCH) == "0":
         return
-    for rank, (needs, has) in enumerate(rows):
+    for rank, (needs, has) in zip(sorted(run.world.placement), rows, strict=True):
         if has >= 0 and needs > max(has, SPARE_BYTES):
             raise InputError(refusal(plan, rank, int(needs), int(has)))
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -90,7 +91,17 @@ class World:
     ``crossings[span]``    those at a range of positions      samples from one layout to another
     ``hosts[m, n]``        of those with the same shard, runs gradients that are added up on hosts
                            of n, and those across the runs    before these exchange them
+    ``everyone``           all, on gloo; ``control`` but      agreements of all hosts
+                           where hosts train apart
+    ``apart``              those in one place of all hosts    what hosts average where they train
+                           that train apart                   apart
+    ``agreed[m]``          on such a host, those with the     the same, among the ranks that share
+                           same shard                         it out
     ====================== ================================== ======================================
+
+    Where hosts train apart (local steps) each is a world by itself: "all" are the ranks of this
+    host, in all but ``everyone`` and ``apart``. ``rank`` is the number among all hosts' ranks,
+    ``placement`` lists those of this host, and ``host`` of ``host_count`` is this one.
 
     m is a degree. Layouts that leave positions idle have groups of their own, under the layout; who
     is idle there is alone in its groups. ``make_world`` creates them all; which thread issues on
@@ -110,10 +121,21 @@ class World:
     unshards: dict[Place, Group] = field(default_factory=dict)
     crossings: dict[range, Group] = field(default_factory=dict)
     hosts: dict[tuple[int, int], HostGroups] = field(default_factory=dict)
+    agreed: dict[int, Group] = field(default_factory=dict)
+    everyone: Group | None = None
+    apart: Group | None = None
+    host: int = 0
+    host_count: int = 1
 
     def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:
         """Reorders what is listed by rank."""
-        return tuple(by_rank[rank] for rank in self.placement)
+        ascending = sorted(self.placement)
+        return tuple(by_rank[ascending.index(rank)] for rank in self.placement)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This rank's part of a batch of all hosts: (its number, how many parts there are)."""
+        return self.host * self.size + self.position, self.host_count * self.size
 
 
 def make_world(
@@ -127,18 +149,25 @@ def make_world(
     by_host: Iterable[tuple[int, int]] = (),
     *,
     crossing: bool = False,
+    host_count: int = 1,
 ) -> World:
     """Creates the groups for layouts of ``degrees`` and for ``subsets``, layouts that leave ranks
     idle, for tensors on ``device``; with ``crossing`` also one for what goes straight from one
     division to another. ``by_host`` are (degree, peers on a host) of gradients that are exchanged
-    by host, on gloo. Collective over all ranks.
+    by host, on gloo. With a ``host_count`` above 1 the positions are divided into so many equal
+    runs, hosts that train apart, for one of which all else is said. Collective over all ranks.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size() // host_count
     limit = timedelta(seconds=timeout_s + GRACE_S)
-    make = partial(_make_group, rank, placement, device, limit)
+    host, position = divmod(placement.index(rank), size)
+    hosts = [tuple(placement[size * h : size * (h + 1)]) for h in range(host_count)]
+    make = partial(_make_group, rank, hosts, device, limit)
     everyone = [range(size)]
-    control = make("control", everyone, CONTROL_BACKEND)
-    world = World(rank, size, placement.index(rank), tuple(placement), control)
+    world = World(
+        rank, size, position, hosts[host], make("control", everyone, CONTROL_BACKEND),
+        host=host, host_count=host_count,
+        **_groups_between(rank, placement, size, device, limit),
+    )  # fmt: skip
     subset_layouts = sorted({one for subset in subsets for one in (subset, flat(subset))})
     # Sorted, as each creation is collective: all ranks must come to it in one order.
     places: list[Place] = [1, *sorted({d for d in degrees if d > 1}), *subset_layouts]
@@ -154,6 +183,8 @@ def make_world(
             world.redistribution[place] = make(f"redistribution{told}", groups)
         world.gradients[place] = make(f"exchange{short}", same)
         world.statistics[place] = make(f"statistics{short}", same)
+        if host_count > 1 and not isinstance(place, Layout):
+            world.agreed[place] = make(f"agreed{short}", same)
         if place in sharded:
             world.updated_chunks[place] = make(f"updated chunks{told}", same)
             world.full_gradients[place] = make(f"full gradients{told}", same)
@@ -170,6 +201,20 @@ def make_world(
             if span not in world.crossings:
                 world.crossings[span] = make("redistribution in parts", [span])
     return world
+
+
+def _groups_between(
+    rank: int, placement: Sequence[int], size: int, device: torch.device, limit: timedelta
+) -> dict[str, Group]:
+    """The groups that go beyond a host where hosts of ``size`` ranks train apart."""
+    if len(placement) == size:
+        return {}
+    make = partial(_make_group, rank, [placement], device, limit)
+    places = [range(place, len(placement), size) for place in range(size)]
+    return {
+        "everyone": make("everyone", [range(len(placement))], CONTROL_BACKEND),
+        "apart": make("hosts apart", places),
+    }
 
 
 def _host_groups(
@@ -200,20 +245,20 @@ def flat(layout: Layout) -> Layout:
 
 def _make_group(
     rank: int,
-    placement: Sequence[int],
+    hosts: Sequence[Sequence[int]],
     device: torch.device,
     limit: timedelta,
     label: str,
     divisions: Sequence[Sequence[int]],
     backend: str | None = None,
 ) -> Group:
-    """The group of this rank among those of the positions in ``divisions``, or one of itself
-    alone."""
+    """The group of this rank among those of the positions in ``divisions`` of each of ``hosts``
+    (the rank at each of its positions), or one of itself alone."""
     default = dist.group.WORLD
     assert default is not None, "World is made within a process group"
     known = _handles.setdefault(default, {})
     mine = Group((rank,), 0, None, label)
-    for positions in divisions:
+    for placement, positions in product(hosts, divisions):
         ranks = tuple(placement[p] for p in positions)
         key = (label, *sorted(ranks), backend, limit)
         if len(ranks) > 1 and key not in known:

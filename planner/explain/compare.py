@@ -144,7 +144,8 @@ def with_exchange(plan: Plan, policy: ExchangePolicy) -> Plan:
 
 
 def with_exact_gradients(plan: Plan) -> Plan:
-    """The plan with gradients that travel whole and as they are, all else being equal."""
+    """The plan with gradients that travel whole and as they are in every step, all else being
+    equal."""
     units = tuple(
         msgspec.structs.replace(
             u, exchange="dense" if u.lossy else u.exchange, exchange_ratio=1.0,
@@ -152,7 +153,7 @@ def with_exact_gradients(plan: Plan) -> Plan:
         )
         for u in plan.units
     )  # fmt: skip
-    return msgspec.structs.replace(plan, units=units)
+    return msgspec.structs.replace(plan, units=units, local_steps=None)
 
 
 def with_wire(plan: Plan, wire: WireFormat) -> Plan:
