@@ -2,16 +2,18 @@
 
 # [Note: Local steps]
 # Each host is a world by itself (comm/groups.py): headers, votes, gradients and statistics stay
-# inside it, and its ranks train by the part of the plan that concerns a host (``Plan.inside_host``).
-# What hosts exchange hangs on the end of each optimizer step, as that is where every loop comes by
-# equally often on every rank. Which fragment leaves or arrives there follows from the number of the
-# step alone (``LocalSteps.leaving``), so that all ranks issue the same collectives in one order.
+# inside it, and its ranks train by the part of the plan that concerns a host
+# (``Plan.inside_host``). What hosts exchange hangs on the end of each optimizer step, as that is
+# where every loop comes by equally often on every rank. Which fragment leaves or arrives there
+# follows from the number of the step alone (``LocalSteps.leaving``), so that all ranks issue the
+# same collectives in one order.
 #
-# A fragment's parameters that the same ranks of a host hold alike are one flat tensor, of which each
-# of these ranks has a part: it keeps the agreed copy and the outer momentum of that part only, sends
-# that part only over the link between hosts, and what comes of it is gathered inside the host. So
-# the link carries each parameter once, however many ranks a host has, and all ranks of a host go on
-# from the same bits. Hosts have the same agreed copies, as an all-reduce leaves the same bits on all.
+# Those parameters of a fragment that the same ranks of a host hold alike are one flat tensor, of
+# which each of these ranks has a part: it keeps the agreed copy and the outer momentum of that part
+# only, sends that part only over the link between hosts, and what comes of it is gathered inside
+# the host. So the link carries each parameter once, however many ranks a host has, and all ranks of
+# a host go on from the same bits. Hosts have the same agreed copies, as an all-reduce leaves the
+# same bits on all.
 #
 # All of it is issued by the thread that trains, on groups of its own.
 
@@ -81,9 +83,9 @@ class AgreedPart:
             whole = part.new_empty(self.size * self.inside.size)
             sent = ring_bytes("all_gather", self.inside.size, whole.nbytes)
             issued(doing, sent, self.inside)
-            # Parts lie in the order of members, and a gathered tensor in that of torch's numbers.
-            places = list(whole.split(self.size))
-            by_number = [places[m] for m in _by_number(self.inside)]
+            # Parts lie in the order of members, and torch gathers in that of its own numbers.
+            parts = whole.view(self.inside.size, self.size)
+            by_number = [parts[member] for member in _by_number(self.inside)]
             work = dist.all_gather(by_number, part, group=self.inside.handle, async_op=True)
             watch.wait(work, self.inside, doing)
         start = 0

@@ -163,10 +163,11 @@ def make_world(
     hosts = [tuple(placement[size * h : size * (h + 1)]) for h in range(host_count)]
     make = partial(_make_group, rank, hosts, device, limit)
     everyone = [range(size)]
+    control = make("control", everyone, CONTROL_BACKEND)
+    all_hosts, apart = _groups_between(rank, placement, size, device, limit)
     world = World(
-        rank, size, position, hosts[host], make("control", everyone, CONTROL_BACKEND),
-        host=host, host_count=host_count,
-        **_groups_between(rank, placement, size, device, limit),
+        rank, size, position, hosts[host], control,
+        everyone=all_hosts, apart=apart, host=host, host_count=host_count,
     )  # fmt: skip
     subset_layouts = sorted({one for subset in subsets for one in (subset, flat(subset))})
     # Sorted, as each creation is collective: all ranks must come to it in one order.
@@ -183,13 +184,12 @@ def make_world(
             world.redistribution[place] = make(f"redistribution{told}", groups)
         world.gradients[place] = make(f"exchange{short}", same)
         world.statistics[place] = make(f"statistics{short}", same)
-        if host_count > 1 and not isinstance(place, Layout):
-            world.agreed[place] = make(f"agreed{short}", same)
         if place in sharded:
             world.updated_chunks[place] = make(f"updated chunks{told}", same)
             world.full_gradients[place] = make(f"full gradients{told}", same)
         if place in fully_sharded:
             world.unshards[place] = make(f"unshards{told}", same)
+    world.agreed.update(_agreed_groups(make, size, host_count, places))
     for degree, each in sorted(by_host):
         if not world.gradients[degree].on_stream:
             layout = Layout(groups=size // degree, degree=degree)
@@ -205,16 +205,29 @@ def make_world(
 
 def _groups_between(
     rank: int, placement: Sequence[int], size: int, device: torch.device, limit: timedelta
-) -> dict[str, Group]:
-    """The groups that go beyond a host where hosts of ``size`` ranks train apart."""
+) -> tuple[Group | None, Group | None]:
+    """The groups ``everyone`` and ``apart``, where hosts of ``size`` ranks train apart."""
     if len(placement) == size:
-        return {}
+        return None, None
     make = partial(_make_group, rank, [placement], device, limit)
     places = [range(place, len(placement), size) for place in range(size)]
-    return {
-        "everyone": make("everyone", [range(len(placement))], CONTROL_BACKEND),
-        "apart": make("hosts apart", places),
-    }
+    everyone = make("everyone", [range(len(placement))], CONTROL_BACKEND)
+    return everyone, make("hosts apart", places)
+
+
+def _agreed_groups(
+    make: Callable[..., Group], size: int, host_count: int, places: Sequence[Place]
+) -> dict[int, Group]:
+    """The groups ``agreed`` of hosts of ``size`` ranks; none where hosts do not train apart."""
+    if host_count == 1:
+        return {}
+    degrees = [place for place in places if not isinstance(place, Layout)]
+    found = {}
+    for degree in degrees:
+        layout = Layout(groups=size // degree, degree=degree)
+        same = [layout.peers(member) for member in range(degree)]
+        found[degree] = make(f"agreed {degree}", same)
+    return found
 
 
 def _host_groups(

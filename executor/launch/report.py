@@ -137,8 +137,8 @@ class _StepRecorder:
 
 
 def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan) -> None:
-    """Measures the steps of ``model`` under ``plan`` from now on where the launcher asked for it; when the process
-    ends its figures are left in the launcher's folder."""
+    """Measures the steps of ``model`` under ``plan`` from now on where the launcher asked for it;
+    when the process ends its figures are left in the launcher's folder."""
     folder = os.environ.get(REPORT_VARIABLE)
     if not folder:
         return

@@ -51,6 +51,8 @@ class LocalSteps(Record, frozen=True, kw_only=True):
             raise ValueError(
                 f"a delay of {self.delay} steps lasts beyond the round of {self.inner_steps}"
             )
+        if self.outer_momentum == 1:
+            raise ValueError("an outer momentum of 1 would never forget: give less")
         if not self.mixing:
             raise ValueError("a mixing of 0 would never take over what hosts agree on")
 

@@ -6,9 +6,9 @@ import msgspec
 
 from .goal import Goal
 from .layout import Layout, Style
+from .local_steps import LocalSteps
 from .precision import Precision
 from .profile import UnitKind, check_batch_dims
-from .local_steps import LocalSteps
 from .record import Bytes, Count, Document, Index, Record, Seconds
 
 MemoryPolicy = Literal["keep", "recompute", "offload"]

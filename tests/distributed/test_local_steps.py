@@ -208,7 +208,8 @@ def test_averaging_each_step_is_data_parallelism(ranks):
 
 
 def resumes(rank: int, chosen: Plan) -> None:
-    """Saved in the midst of a round, with a message on its way, training goes on to the same bits."""
+    """Saved in the midst of a round, with a message on its way, training goes on to the same
+    bits."""
     models = [net(), net()]
     made = [OPTIMIZERS["adamw"](m.parameters()) for m in models]
     for model, optimizer in zip(models, made, strict=True):
