@@ -15,6 +15,7 @@ from ..cost.collectives import Fabric
 from ..cost.cost import CostModel
 from ..cost.fragments import FRAGMENTS, FragmentCost, first_units, fragment_bytes, fragment_cost
 from ..schema.cluster import Cluster
+from ..schema.errors import InputError
 from ..schema.goal import Goal, Pin
 from ..schema.layout import Layout
 from ..schema.local_steps import MIXING, MOST_INNER_STEPS, LocalSteps
@@ -286,6 +287,15 @@ def _with_kept(moment: Moment | None, kept_bytes: int) -> Moment | None:
         optimizer=moment.optimizer + kept_bytes - on_its_way,
         buffers=moment.buffers + on_its_way,
     )
+
+
+def refuse_local_steps(plan: Plan, done: str) -> None:
+    """Raises ``InputError`` for a plan whose hosts train apart, which cannot be ``done``."""
+    if plan.local_steps is not None:
+        raise InputError(
+            f"a plan with local steps cannot be {done}: take one that was planned without "
+            "--allow-local-steps"
+        )
 
 
 def plan_of_host(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Plan, Cluster]:
