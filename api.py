@@ -550,7 +550,8 @@ def auto_parallelize(
     learnt after ``inner_steps`` (default: the fewest that hide the links), where no plan that
     exchanges gradients in every step is as quick. ``precision`` is how the model computes, as for
     ``profile``; the model's forward runs so from then on. Without it the autocast around this call
-    is read, if there is one. The other arguments are ``Goal``'s; the optimizer's kind is read off ``optimizer``.
+    is read, if there is one. The other arguments are ``Goal``'s; the optimizer's kind is read off
+    ``optimizer``.
 
     Returns the same model object, the same optimizer object and the plan. Raises ``InputError`` or
     ``InfeasibleError``, the same on every rank.
