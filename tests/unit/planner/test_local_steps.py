@@ -1,10 +1,11 @@
 """Hosts that train apart: the round, when it is planned, and what it is predicted to take."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.executor.capability import CAPABILITY
 from meshwright.planner.cost.collectives import Fabric
 from meshwright.planner.cost.fragments import (
     FragmentCost,
@@ -14,6 +15,7 @@ from meshwright.planner.cost.fragments import (
 )
 from meshwright.planner.explain.advice import LOCAL_STEPS, advise
 from meshwright.planner.explain.compare import compare, with_exact_gradients
+from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.cluster import Interference
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import make_goal
@@ -27,6 +29,8 @@ from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 
+# A small choice, as it is planned many times here.
+CAPABILITY = msgspec.structs.replace(PLAIN, styles=("none",), local_steps=True)
 QUIET = Interference()
 MBIT = 1e6 / 8
 
@@ -64,10 +68,10 @@ def test_each_fragment_leaves_once_a_round_and_arrives_its_delay_later(local):
     # A fragment has arrived before it leaves again.
     for fragment in range(count):
         turns = [step for one, step in left if one == fragment]
-        assert all(a + local.delay < b for a, b in zip(turns, turns[1:], strict=False))
+        assert all(a + local.delay < b for a, b in pairwise(turns))
     # The last leaves with the round's last step, and they are spread evenly.
     assert left[count - 1][1] == local.inner_steps
-    gaps = {b - a for (_, a), (_, b) in zip(left, left[1:], strict=False)}
+    gaps = {b - a for (_, a), (_, b) in pairwise(left)}
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
 
 
@@ -163,7 +167,7 @@ def test_ranks_of_a_host_share_a_message_out():
 
 
 def profile_of():
-    units = [linear(f"fc{i}", 256, 256, 1e-4) for i in range(6)]
+    units = [linear(f"fc{i}", 256, 256, 1e-4) for i in range(4)]
     return chain_profile(units, updates=(("sgd", 1e-12), ("momentum", 1e-12)))
 
 
@@ -173,7 +177,9 @@ def links_of(mbit_s, hosts=2, each=1, **more):
 
 def planned(links, capability=CAPABILITY, **goal):
     goal = make_goal(64, **{"allow_local_steps": True, **goal})
-    found = solve(problem_for(profile_of(), links, goal, capability), "heuristic")
+    found = solve(
+        problem_for(profile_of(), links, goal, capability, schedule="barrier"), "heuristic"
+    )
     return found.plan, found
 
 
@@ -225,19 +231,17 @@ def test_predicted_of_a_plan_with_local_steps():
     profile = profile_of()
     own, host = plan_of_host(made, profile, links)
     assert (own.world_size, host.world_size, own.goal.batch) == (2, 2, 32)
-    alone = evaluate(
-        profile, host, own.goal, schedule=own.schedule, message_bytes=own.message_bytes
-    )
+    alone = evaluate(profile, host, own.goal)
     assert own.prediction.step_s == pytest.approx(alone.step_s)
     # A step, and what it is longer by for the round.
     assert made.prediction.step_s == pytest.approx(own.prediction.step_s, rel=0.02)
     assert made.prediction.samples_per_s == pytest.approx(64 / made.prediction.step_s)
     kept = kept_bytes(profile, links)
-    assert kept == 3 * 6 * 4 * 256 * 256 // 2
+    assert kept == 3 * 4 * 4 * 256 * 256 // 2
     assert made.prediction.peak_bytes == tuple(p + kept for p in own.prediction.peak_bytes) * 2
     assert made.prediction.fullest.total == max(made.prediction.peak_bytes)
     assert made.prediction.gpu_seconds == pytest.approx(4 * made.prediction.step_s)
-    parameters = 6 * 4 * 256 * 256
+    parameters = 4 * 4 * 256 * 256
     more = made.prediction.wire_bytes - own.prediction.wire_bytes
     assert more == pytest.approx(parameters / 400, rel=0.01)
 
@@ -248,10 +252,8 @@ def test_a_host_has_room_for_what_is_kept():
     tight, _ = planned(links_of(50), optimizer="adam", memory_limit_bytes=limit)
     assert tight.local_steps is not None
     less, found = planned(links_of(50), optimizer="adam", memory_limit_bytes=int(0.6 * limit))
-    assert (
-        less is None or less.local_steps is None or max(less.prediction.peak_bytes) <= 0.6 * limit
-    )
-    assert "nothing fits" in found.reason or less.local_steps is not None
+    assert less is None or less.local_steps is None
+    assert "nothing fits in the memory of a host's ranks then" in found.reason
 
 
 def test_hosts_train_by_what_goes_on_inside_them():
@@ -312,16 +314,23 @@ def test_wrong_options_end_in_a_sentence(options, says):
 
 def test_advise_names_them_with_their_round():
     goal = make_goal(64)
-    found = advise(problem_for(profile_of(), links_of(50), goal, CAPABILITY), "heuristic")
+    found = advise(
+        problem_for(profile_of(), links_of(50), goal, CAPABILITY, schedule="barrier"), "heuristic"
+    )
     ways = {way.name: way for way in found.ways}
     way, (made, _) = ways[LOCAL_STEPS], planned(links_of(50))
     assert way.changes == "algorithm"
     assert way.options == ("--allow-local-steps",)
     assert way.inner_steps == made.local_steps.inner_steps
     assert way.step_s == pytest.approx(made.prediction.step_s)
-    fast = advise(problem_for(profile_of(), links_of(10_000_000), goal, CAPABILITY), "heuristic")
+    fast = advise(
+        problem_for(profile_of(), links_of(10_000_000), goal, CAPABILITY, schedule="barrier"),
+        "heuristic",
+    )
     (way,) = (way for way in fast.ways if way.name == LOCAL_STEPS)
     assert way.step_s is None
     assert way.why == "it would not be clearly quicker than the exact plan"
-    alone = advise(problem_for(profile_of(), cluster(1, 4), goal, CAPABILITY), "heuristic")
+    alone = advise(
+        problem_for(profile_of(), cluster(1, 4), goal, CAPABILITY, schedule="barrier"), "heuristic"
+    )
     assert LOCAL_STEPS not in {way.name for way in alone.ways}
