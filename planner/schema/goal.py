@@ -271,7 +271,7 @@ def _check_local_steps(
     for what, value in given.items():
         if value is not None and not allowed:
             raise InputError(
-                f"a {what} of {value:g} is for local steps, which are not allowed: add "
+                f"the {what} of {value:g} is for local steps, which are not allowed: add "
                 "--allow-local-steps (allow_local_steps=True)"
             )
     for what, count in (("number of inner steps", inner_steps), ("number of fragments", fragments)):
