@@ -110,7 +110,7 @@ def _by_number(group: Group) -> list[int]:
 
 
 @dataclass
-class _Message:
+class _FragmentMessage:
     """What hosts add up, on its way; ``work`` is None when it has come."""
 
     tensor: Tensor
@@ -137,7 +137,7 @@ class HostsApart:
         self._frozen = [p for p in params if not p.parameter.requires_grad]
         self.fragments = [self._parts_of(n) for n in range(len(local.fragments))]
         self._buffers = [b for b in buffers if b.is_floating_point()]
-        self._in_flight: dict[int, list[_Message]] = {}
+        self._in_flight: dict[int, list[_FragmentMessage]] = {}
         self.step_number = 0
         self.waited_s = 0.0
 
@@ -178,13 +178,13 @@ class HostsApart:
             tensors += [buffer.clone() for buffer in self._buffers]
         self._in_flight[fragment] = [self._start(tensor, doing) for tensor in tensors]
 
-    def _start(self, tensor: Tensor, doing: str) -> _Message:
+    def _start(self, tensor: Tensor, doing: str) -> _FragmentMessage:
         sent = ring_bytes("all_reduce", self._apart.size, tensor.nbytes)
         self._issued(doing, sent, self._apart)
         work = dist.all_reduce(tensor, group=self._apart.handle, async_op=True)
         assert work is not None, "it was asked for"
         self._watch.follow(work, doing)
-        return _Message(tensor, work)
+        return _FragmentMessage(tensor, work)
 
     def _apply(self, fragment: int) -> None:
         doing, parts, share = self._doing(fragment), self.fragments[fragment], self.local.mixing
@@ -262,7 +262,7 @@ class HostsApart:
             self._arrived(fragment)  # what it was for is gone
         self.step_number = state["step"]
         self._in_flight = {
-            fragment: [_Message(tensor.clone(), None) for tensor in tensors]
+            fragment: [_FragmentMessage(tensor.clone(), None) for tensor in tensors]
             for fragment, tensors in state["in_flight"].items()
         }
 
