@@ -61,15 +61,21 @@ class Way(NamedTuple):
     inner_steps: int = 0
     fragments: int = 1
     delay: int = 0
+    average: bool = False
+    """Whether the average is taken as it is, with no outer momentum."""
 
     def __str__(self) -> str:
         if not self.inner_steps:
             return "dense"
         parts = f", {self.fragments} fragments, {self.delay} late" if self.fragments > 1 else ""
-        return f"local {self.inner_steps}{parts}"
+        plain = ", plain average" if self.average else ""
+        return f"local {self.inner_steps}{parts}{plain}"
 
 
-WAYS = (Way(), Way(8), Way(8, 4, 2), Way(32), Way(32, 4, 8))
+WAYS = (
+    Way(), Way(8), Way(8, 4, 2), Way(8, average=True), Way(32), Way(32, 4, 8),
+    Way(32, average=True),
+)  # fmt: skip
 
 
 class Training(System):
@@ -120,6 +126,7 @@ def apart(plan: Plan, way: Way, model: torch.nn.Module) -> Plan:
     local = LocalSteps(
         hosts=plan.world_size, inner_steps=way.inner_steps, delay=way.delay,
         fragments=first_units(sizes, way.fragments), mixing=MIXING if way.delay else 1.0,
+        **({"outer_lr": 1.0, "outer_momentum": 0.0} if way.average else {}),
     )  # fmt: skip
     return msgspec.structs.replace(plan, local_steps=local)
 
