@@ -138,7 +138,7 @@ def _begin_alike(tensors: list[Tensor], run: Run, first_host: int) -> None:
 
 def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -> Run:
     device = device_of(model)
-    placement, local, plan = plan.placement, plan.local_steps, plan.inside_host
+    whole, placement, local, plan = plan, plan.placement, plan.local_steps, plan.inside_host
     degrees: set[int] = set()
     sharded: set[Place] = set()
     fully_sharded: set[Place] = set()
@@ -160,7 +160,7 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
         crossing=crossing, host_count=local.hosts if local else 1,
     )  # fmt: skip
     watch = Watchdog(world.rank, len(placement), limit, run=next(_runs))
-    return Run(plan, world, watch, lossy)
+    return Run(whole, world, watch, lossy)
 
 
 def _agree(run: Run, model: nn.Module, plan: Plan) -> None:

@@ -143,7 +143,7 @@ def account(error: BaseException) -> Account | None:
     if _watched is None or run is None or model is None:
         return None
     optimizer = _watched.optimizer() if _watched.optimizer is not None else None
-    plan = run.plan
+    plan = run.whole_plan
     first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
     # The limit to plan with: the budget that was passed, else a tenth less than was needed.
     limit = error.limit_bytes if isinstance(error, OverBudgetError) else less_than(plan)

@@ -76,15 +76,17 @@ class Run:
 
     ``synchronise`` is False inside ``no_sync``. ``forward`` is the forward that ran last,
     ``weight_next`` how the next one counts where that is not by its samples. ``priority`` is the
-    exchange of gradients where it is by priority. ``plan`` is what the ranks of this host train
-    by where hosts train apart; ``apart`` is then what they average, and ``control`` of this host
-    while ``everyone`` is of all.
+    exchange of gradients where it is by priority. ``plan`` is that part of ``whole_plan`` which the
+    ranks of this host train by where hosts train apart; ``apart`` is then what they average, and
+    ``control`` of this host while ``everyone`` is of all.
     """
 
     def __init__(
-        self, plan: Plan, world: World, watch: Watchdog, lossy: Lossy | None = None
+        self, whole_plan: Plan, world: World, watch: Watchdog, lossy: Lossy | None = None
     ) -> None:
-        self.plan, self.world, self.watch = plan, world, watch
+        self.whole_plan = whole_plan
+        self.plan = plan = whole_plan.inside_host
+        self.world, self.watch = world, watch
         self.lossy = lossy or Lossy()
         # Where a wait does not hold the host, its clock tells nothing of links and gradients.
         self.orders = Orders(

@@ -1,15 +1,15 @@
 """LocalSteps: hosts that train by themselves and average what they have learnt now and then."""
 
 # DiLoCo (Douillard et al., arXiv 2311.08105) and Streaming DiLoCo (Douillard et al., arXiv
-# 2501.18512). The outer optimizer is SGD with Nesterov momentum, with their values by default.
+# 2501.18512). The outer optimizer is SGD with Nesterov momentum, by default with the first's values.
 
 from .record import Count, Index, Positive, Record, Share
 
 OUTER_LR = 0.7
 OUTER_MOMENTUM = 0.9
 MIXING = 0.5
-"""The share of agreed parameters where hosts have gone on meanwhile (Streaming DiLoCo's alpha is
-0.5, too)."""
+"""The share of the agreed copy where hosts have gone on meanwhile: as much as of what they have
+themselves. Streaming DiLoCo's mixing factor alpha is 1 - mixing."""
 MOST_INNER_STEPS = 500
 """The longest round that was published to train about as well (DiLoCo)."""
 

@@ -53,6 +53,11 @@ def apart(
     return msgspec.structs.replace(made, local_steps=local)
 
 
+def slower(optimizer: Any) -> Any:
+    """A learning-rate schedule of the user's."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+
+
 class Alone:
     """One process that trains as each host in turn, and averages as the two papers have it."""
 
@@ -60,6 +65,7 @@ class Alone:
         self.local, first = local, net()
         self.models = [copy.deepcopy(first) for _ in range(local.hosts)]
         self.optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in self.models]
+        self.schedules = [slower(o) for o in self.optimizers]
         self.agreed = {n: p.detach().clone() for n, p in first.named_parameters()}
         self.momentum = {n: torch.zeros_like(t) for n, t in self.agreed.items()}
         self.sent: dict[int, State] = {}
@@ -79,6 +85,8 @@ class Alone:
             loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
+        for schedule in self.schedules:
+            schedule.step()
         self.steps += 1
         many, length = len(self.local.fragments), self.local.inner_steps
         for fragment in range(many):
@@ -131,10 +139,12 @@ def trains_as_hosts_in_turn(rank: int, chosen: Plan, optimizer: str, steps: int 
     model = net()
     mine = OPTIMIZERS[optimizer](model.parameters())
     apply(model, mine, chosen, timeout_s=20)
+    schedule = slower(mine)
     alone = Alone(local, optimizer)
     for step in range(steps):
         alone.step([of_host(h, step) for h in range(local.hosts)])
         train(model, mine, chosen, rank, step)
+        schedule.step()
     host = run_of(model).world.host
     alike(full_state_dict(model), dict(alone.models[host].named_parameters()))
     agreed = agreed_state_dict(model)
