@@ -1,7 +1,7 @@
 """LocalSteps: hosts that train by themselves and average what they have learnt now and then."""
 
 # DiLoCo (Douillard et al., arXiv 2311.08105) and Streaming DiLoCo (Douillard et al., arXiv
-# 2501.18512). The outer optimizer is SGD with Nesterov momentum, by default with the first's values.
+# 2501.18512). The outer optimizer is SGD with Nesterov momentum, by default with DiLoCo's values.
 
 from .record import Count, Index, Positive, Record, Share
 
