@@ -161,6 +161,7 @@ def agreed_state_dict(model: nn.Module) -> dict[str, Any]:
     is ``full_state_dict``.
     """
     run = run_of(model)
+    run.finish_steps()  # what is put back afterwards must be what the last step has made
     with run.apart.agreed_values() if run.apart is not None else nullcontext():
         return {
             name: value.detach().clone() if isinstance(value, Tensor) else value

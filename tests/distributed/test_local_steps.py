@@ -146,8 +146,8 @@ def trains_as_hosts_in_turn(rank: int, chosen: Plan, optimizer: str, steps: int 
         train(model, mine, chosen, rank, step)
         schedule.step()
     host = run_of(model).world.host
+    agreed = agreed_state_dict(model)  # while the last step may wait to be applied
     alike(full_state_dict(model), dict(alone.models[host].named_parameters()))
-    agreed = agreed_state_dict(model)
     alike(agreed, alone.agreed)
     same_on(run_of(model).everyone.group.handle, agreed)
     same_on(run_of(model).control.group.handle, full_state_dict(model))
