@@ -41,7 +41,7 @@ from meshwright.profiler.overhead import plan_by_hand
 from meshwright.profiler.sessions import profile_on_ranks
 from ranks import on_a_bed, run, set_rate, slowest
 from rows import command_line, markdown, print_json, print_table, put_into
-from systems import System
+from systems import PLAN_S, PROBE_S, System
 from testbed import missing
 
 FAST_MBIT_S = 10_000.0
@@ -51,8 +51,9 @@ STEPS, TEXT_STEPS = 224, 384
 LOOKS = 4
 """So often a model is evaluated on its way."""
 TEXT_TEST = 512
-DENSE_STEPS = 6
-PLAN_S = 20.0
+DENSE_STEPS, ROUNDS = 6, 3
+PROFILED = (16, 32, 64)
+"""Batch sizes of a rank; the last is its part of a step."""
 
 
 class Way(NamedTuple):
@@ -171,8 +172,8 @@ def timed(folder: str, mbit_s: float) -> dict[str, Any]:
     """What is predicted of the plans with and without local steps, and measured. Collective."""
     set_rate(folder, mbit_s)
     device = torch.device("cpu")
-    profile = profile_on_ranks(build("cnn-digits"), (BATCH // 2,), device, refresh=True)
-    cluster = probe(budget_s=PLAN_S)
+    profile = profile_on_ranks(build("cnn-digits"), PROFILED, device, refresh=True)
+    cluster = probe(budget_s=PROBE_S)
     row: dict[str, Any] = {"mbit_s": mbit_s}
     for name, allowed in (("together", False), ("apart", True)):
         goal = make_goal(BATCH, optimizer="momentum", allow_local_steps=allowed)
@@ -183,7 +184,7 @@ def timed(folder: str, mbit_s: float) -> dict[str, Any]:
         drawn = batches(build("cnn-digits").data("train"), BATCH, 12)
         # In the first round nothing is under way at its beginning, as there is in all others.
         length = local.inner_steps if local else DENSE_STEPS
-        steps = length * (-(-DENSE_STEPS * 4 // length) if local else 1)
+        steps = length * (ROUNDS if local else 1)
         for number in range(length if local else 2):
             system.step(part_of(drawn[number % len(drawn)], system))
         system.finish()
