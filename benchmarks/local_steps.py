@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
+from exchange import PROFILE_S
 from lossy import BATCH, OPTIMIZERS, SEEDS, SLICE_BYTES, TEXT_BATCH, batches, say
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
@@ -37,8 +38,8 @@ from meshwright.planner.schema.plan import Plan, UnitPlan
 from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler.links import probe
+from meshwright.profiler.model import profile
 from meshwright.profiler.overhead import plan_by_hand
-from meshwright.profiler.sessions import profile_on_ranks
 from ranks import on_a_bed, run, set_rate, slowest
 from rows import command_line, markdown, print_json, print_table, put_into
 from systems import PLAN_S, PROBE_S, System
@@ -171,13 +172,16 @@ def text() -> dict[str, list[tuple[float, float]]]:
 def timed(folder: str, mbit_s: float) -> dict[str, Any]:
     """What is predicted of the plans with and without local steps, and measured. Collective."""
     set_rate(folder, mbit_s)
-    device = torch.device("cpu")
-    profile = profile_on_ranks(build("cnn-digits"), PROFILED, device, refresh=True)
+    model = rank_zero_decides(
+        lambda: profile(
+            build("cnn-digits"), batches=PROFILED, optimizers=("momentum",), budget_s=PROFILE_S
+        )
+    )
     cluster = probe(budget_s=PROBE_S)
     row: dict[str, Any] = {"mbit_s": mbit_s}
     for name, allowed in (("together", False), ("apart", True)):
         goal = make_goal(BATCH, optimizer="momentum", allow_local_steps=allowed)
-        problem = problem_for(profile, cluster, goal, CAPABILITY)
+        problem = problem_for(model, cluster, goal, CAPABILITY)
         plan = rank_zero_decides(lambda asked=problem: solve(asked, "auto", PLAN_S).checked())
         local = plan.local_steps
         system = System(build("cnn-digits"), OPTIMIZERS["cnn"], plan, timeout_s=300)
