@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import meshwright as mw
 import msgspec
 import pytest
 import torch
@@ -271,6 +272,28 @@ def test_running_statistics_are_averaged_at_the_end_of_a_round(ranks):
     found = ranks(2)(averages_statistics, msgspec.structs.replace(chosen, local_steps=local))
     assert torch.equal(found[0][1], found[1][1])
     assert not torch.equal(found[0][0], found[1][0])
+
+
+def joins(rank: int, chosen: Plan) -> tuple[int, int]:
+    """A loop of the user's own, whose hosts have different numbers of batches."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    model, optimizer, _ = mw.auto_parallelize(model, optimizer, plan=chosen, timeout_s=20)
+    steps = 0
+    for batch in mw.join(model, [of_host(rank, step) for step in range(3 + 2 * rank)]):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    run = run_of(model)
+    agreed = mw.agreed_state_dict(model)
+    assert all(tensor.isfinite().all() for tensor in agreed.values())
+    same_on(run.everyone.group.handle, agreed)
+    return steps, run.apart.step_number
+
+
+def test_a_loop_whose_hosts_end_at_different_times(ranks):
+    assert ranks(2)(joins, apart(AT_ONCE, 2)) == [(5, 5), (5, 5)]
 
 
 def leaves_out_a_step(rank: int, chosen: Plan) -> str:
