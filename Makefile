@@ -12,7 +12,7 @@ SEVERAL := $(TEST) tests/distributed tests/gpu tests/testbed
 # What another Python or other versions of what we build on would break first.
 SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/cli tests/unit/test_imports.py tests/distributed/test_training.py
 
-.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
+.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-local-steps bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
 	@echo "make bench-deeppool    plans against DeepPool's greedy search (TABLES=folder)"
 	@echo "make bench-lossy       layer dropping and top-k against dense exchange (needs root)"
+	@echo "make bench-local-steps hosts that train apart: accuracy, and predicted against measured steps (needs root)"
 	@echo "make bench-laysa       memory policies and sparse exchange, alone and together (needs root)"
 	@echo "make bench-zoo         architectures of other packages: units, verdicts, peak memory"
 	@echo "make bench-sharded     sharded against dense exchange and FSDP2, on a test bed (needs root)"
@@ -101,6 +102,9 @@ bench-deeppool: $(VENV)/test.stamp
 
 bench-lossy: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/lossy.py --markdown docs/results/lossy.md
+
+bench-local-steps: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/local_steps.py --markdown docs/results/local-steps.md
 
 bench-laysa: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/laysa.py --own --markdown docs/results/laysa.md

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .executor.launch.hosts.settings import Hosts
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
+        agreed_state_dict,
         exchange_state_dict,
         full_optimizer_state_dict,
         full_state_dict,
@@ -63,7 +64,7 @@ _HOMES = {
     ".executor.gradients.feedback": "Lossy",
     ".executor.micro": "join micro_batches",
     ".executor.parallel": (
-        "exchange_state_dict full_optimizer_state_dict full_state_dict "
+        "agreed_state_dict exchange_state_dict full_optimizer_state_dict full_state_dict "
         "load_exchange_state_dict load_full_optimizer_state_dict loss_weight"
     ),
     ".planner.schema.cluster": "Cluster",
@@ -94,6 +95,7 @@ __all__ = [
     "RunReport",
     "Workload",
     "advise",
+    "agreed_state_dict",
     "auto_parallelize",
     "calibrate",
     "checkpoint",

@@ -37,6 +37,7 @@ from .planner.schema.precision import check_precision
 from .planner.schema.profile import ModelProfile
 from .planner.schema.record import write_whole
 from .planner.schema.report import RunReport
+from .planner.solve.local_steps import plan_of_host, refuse_local_steps
 from .planner.solve.problem import Problem, Relaxation
 from .planner.solve.request import (
     Schedules,
@@ -203,6 +204,8 @@ def quicker_in_parts(
     The profile and the cluster are found as for ``explain``; the rest as it was planned. Under
     more micro-batches the training loop goes through ``micro_batches(model, batch, count)``.
     """
+    if plan.local_steps is not None:
+        return None  # more micro-batches were searched for a host by itself
     made, there = made_from(plan, profile, cluster)
     # A plan does not say what it was allowed to decide: what it has decided must be allowed.
     problem = problem_for(
@@ -223,9 +226,11 @@ def quicker_on_fewer(
 def bottleneck(
     plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
 ) -> StepBottleneck:
-    """What bounds a plan's step, without a search. The profile and the cluster are found as for
-    ``explain``."""
-    return why.bottleneck(plan, *made_from(plan, profile, cluster))
+    """What bounds a plan's step, without a search; of a plan with local steps, the step that a host
+    makes by itself. The profile and the cluster are found as for ``explain``."""
+    made, there = made_from(plan, profile, cluster)
+    plan, there = plan_of_host(plan, made, there)
+    return why.bottleneck(plan, made, there)
 
 
 def sizes(
@@ -261,8 +266,8 @@ def advise(
 ) -> Advice:
     """What each way to train a model on a cluster is predicted to reach, the quickest first: one
     device or one host by itself, plain data parallelism, the exact plan, gradients as bfloat16 or
-    in part, twice the batch, half of the hosts. ``goal`` is as for an exact plan; ``time_limit_s``
-    is for each way, the rest as in ``plan``."""
+    in part, local steps, twice the batch, half of the hosts. ``goal`` is as for an exact plan;
+    ``time_limit_s`` is for each way, the rest as in ``plan``."""
     check_time_limit(time_limit_s)
     problem = _problem(what, cluster, goal, precision, **how)
     return advice.advise(expand_pins(problem), solver, time_limit_s)
@@ -300,11 +305,13 @@ def explain(
 ) -> Explanation:
     """Why a plan is as it is. The profile and the cluster that it was made from are found by their
     fingerprints where this machine made it; raises ``InputError`` where they are not. With
-    ``what_if`` it is planned again with more of everything, ``time_limit_s`` for each question."""
+    ``what_if`` it is planned again with more of everything, ``time_limit_s`` for each question. Of
+    a plan with local steps the step is explained that a host makes by itself."""
     check_time_limit(time_limit_s)
     if best < 1:
         raise InputError(f"{best} alternatives explain nothing: ask for at least 1")
     made, there = made_from(plan, profile, cluster)
+    plan, there = plan_of_host(plan, made, there)
     found = why.explain(plan, made, there, capability=capability_of(plan, CAPABILITY), best=best)
     if not what_if:
         return found
@@ -316,9 +323,11 @@ def explain(
 def memory_timeline(
     plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
 ) -> MemoryTimeline:
-    """What ranks hold at each point of a step under a plan, by class. The profile and the cluster
-    are found as for ``explain``."""
-    return timelines.memory_timeline(plan, *made_from(plan, profile, cluster))
+    """What ranks hold at each point of a step under a plan, by class; of a plan with local steps,
+    without what they keep besides. The profile and the cluster are found as for ``explain``."""
+    made, there = made_from(plan, profile, cluster)
+    plan, there = plan_of_host(plan, made, there)
+    return timelines.memory_timeline(plan, made, there)
 
 
 def multiplex(
@@ -346,6 +355,8 @@ def multiplex(
                 f"{len(found)} {what} for {len(plans)} plans: name one for each plan, in their "
                 "order, or none"
             )
+    for plan in plans:
+        refuse_local_steps(plan, "simulated beside others")
     # repeat() has no end, so zip cannot be strict: the counts are checked above.
     jobs = [
         (plan, *made_from(plan, profile, cluster))
@@ -379,6 +390,7 @@ def calibrate(
     both of them corrected, to plan with next. ``report`` is what ``launch`` returned. The profile
     and the cluster are found as for ``explain``. Raises ``InputError`` for the report of another
     plan, and for one that tells nothing."""
+    refuse_local_steps(plan, "held against a run")
     return calibration.calibrate(plan, report, *made_from(plan, profile, cluster))
 
 
@@ -407,6 +419,12 @@ def verify(
     from .executor.launch.verify import Verification
 
     check_plan(plan, plan.world_size)
+    if plan.local_steps is not None:
+        raise InputError(
+            "the plan has local steps, so that hosts train apart, which one process does not: "
+            "compare its loss with that of exact gradients (verify --steps 50, compare_losses), or "
+            "verify a plan without"
+        )
     # Steps under a lossy exchange are other steps, not wrong ones: no comparison could tell.
     lossy = [unit for unit in plan.units if unit.lossy]
     if lossy:
@@ -424,8 +442,9 @@ def verify(
 def compare_losses(
     plan: Plan, *, steps: int = 50, seeds: int = 3, timeout_s: float | None = None
 ) -> LossComparison:
-    """The loss under a plan that rounds gradients or leaves parts of them for later steps, beside
-    that of the same training with exact gradients, on the plan's own model and data.
+    """The loss under a plan that rounds gradients, leaves parts of them for later steps or lets
+    hosts train apart, beside that of the same training with exact gradients, on the plan's own
+    model and data.
 
     Starts the plan's ranks on this machine, which train ``steps`` steps from each of ``seeds``
     weights both ways, with the goal's optimizer at ``launch``'s learning rate. That shows how these
@@ -440,7 +459,7 @@ def compare_losses(
     for name, value in (("steps", steps), ("seeds", seeds)):
         if value < 1:
             raise InputError(f"{value} {name} compare nothing: give at least 1")
-    if not any(unit.lossy or unit.rounded for unit in plan.units):
+    if plan.local_steps is None and not any(u.lossy or u.rounded for u in plan.units):
         raise InputError(
             "the plan sends all gradients whole and exact, so there is no loss to compare: plan "
             "with --allow-lossy, or verify it without --steps"
@@ -533,6 +552,8 @@ def auto_parallelize(
     schedule: Schedules = "auto",
     lossy: bool | Lossy = False,
     min_fidelity: float | None = None,
+    allow_local_steps: bool = False,
+    inner_steps: int | None = None,
     precision: str | None = None,
     solver: str = "auto",
     time_limit_s: float | None = None,
@@ -554,9 +575,12 @@ def auto_parallelize(
     to be rounded to bfloat16 to travel where communication would be waited for, and with
     ``min_fidelity`` also part of them to wait for later steps, as long as that share (0.9, say) of
     their energy is sent at once, as measured. ``Lossy`` settings in place of True say how, for a
-    ready ``plan`` too. ``precision`` is how the model computes, as for ``profile``; the model's
-    forward runs so from then on. Without it the autocast around this call is read, if there is one.
-    The other arguments are ``Goal``'s; the optimizer's kind is read off ``optimizer``.
+    ready ``plan`` too. ``allow_local_steps`` lets hosts train apart and average what they have
+    learnt after ``inner_steps`` (default: the fewest that hide the links), where no plan that
+    exchanges gradients in every step is as quick. ``precision`` is how the model computes, as for
+    ``profile``; the model's forward runs so from then on. Without it the autocast around this call
+    is read, if there is one. The other arguments are ``Goal``'s; the optimizer's kind is read off
+    ``optimizer``.
 
     Returns the same model object, the same optimizer object and the plan. Raises ``InputError`` or
     ``InfeasibleError``, the same on every rank.
@@ -582,7 +606,7 @@ def auto_parallelize(
     check_arguments(
         optimizer, plan=plan, global_batch_size=global_batch_size,
         memory_limit_bytes=memory_limit_bytes, micro_batches=micro_batches,
-        min_fidelity=min_fidelity, time_limit_s=time_limit_s,
+        min_fidelity=min_fidelity, inner_steps=inner_steps, time_limit_s=time_limit_s,
     )  # fmt: skip
     wanted = check_precision(precision)
     device = start_process_group(limit)
@@ -612,6 +636,8 @@ def auto_parallelize(
                 batch_statistics=batch_statistics,
                 allow_lossy=lossy is not False,
                 min_fidelity=min_fidelity,
+                allow_local_steps=allow_local_steps,
+                inner_steps=inner_steps,
             )
         )
         # Early release steps parameter by parameter, which not every optimizer bears.
@@ -631,7 +657,7 @@ def auto_parallelize(
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
     # Measures only where the launcher asked for a report.
-    record_run(model_, optimizer_)
+    record_run(model_, optimizer_, chosen)
     return model_, optimizer_, chosen
 
 

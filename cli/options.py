@@ -96,6 +96,28 @@ MinFidelity = Annotated[
     ),
 ]
 
+LocalSteps = Annotated[
+    bool,
+    typer.Option(
+        "--allow-local-steps",
+        help="Allow hosts to train apart and average what they have learnt now and then, where "
+        "links are so slow that nothing else is as quick. Changes the training.",
+    ),
+]
+InnerSteps = Annotated[
+    int | None,
+    whole("Steps between two averages (default: the fewest that hide the links between hosts)."),
+]
+Fragments = Annotated[
+    int | None, whole("So many parts of the model are averaged in turn (default: 4).")
+]
+OuterLr = Annotated[
+    float | None, number("Learning rate by which averages are applied (default: 0.7).", above=0)
+]
+OuterMomentum = Annotated[
+    float | None, number("Nesterov momentum of the same (default: 0.9).", least=0, most=1)
+]
+
 # -- what may be decided --------------------------------------------------------------------------
 
 Pins = Annotated[

@@ -27,6 +27,7 @@ from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,
     decision_table,
+    local_sentences,
     memory_sentences,
     origin_sentences,
     prediction_table,
@@ -55,6 +56,11 @@ def plan(
     background_limit: options.BackgroundLimit = None,
     allow_lossy: options.AllowLossy = False,
     min_fidelity: options.MinFidelity = None,
+    allow_local_steps: options.LocalSteps = False,
+    inner_steps: options.InnerSteps = None,
+    fragments: options.Fragments = None,
+    outer_lr: options.OuterLr = None,
+    outer_momentum: options.OuterMomentum = None,
     slices: options.Slices = None,
     schedule: options.Schedule = "auto",
     precision: options.PrecisionName = None,
@@ -94,6 +100,11 @@ def plan(
         background_limit=background_limit,
         min_fidelity=min_fidelity,
         allow_lossy=allow_lossy,
+        allow_local_steps=allow_local_steps,
+        inner_steps=inner_steps,
+        fragments=fragments,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
         slice_bytes=slices or (),
         pins=wishes.pins,
         all_layouts=all_layouts,
@@ -158,6 +169,11 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
             what += " or sends it in part"
             why = f"none was measured to keep {goal.min_fidelity:g} of the energy, or {why}"
         note(f"no unit {what}: {why}, or gradients have 16 bits already")
+    if goal.allow_local_steps and made.local_steps is None:
+        note(
+            "hosts do not train apart: that is impossible here, or not predicted to be clearly "
+            "quicker than this plan"
+        )
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
     if cluster.on_gpus and made.leaves_idle:
@@ -173,7 +189,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
             f"{seconds(step_s)}: for a plan whose simulated step keeps it, ask for less, such as "
             f"--step-limit {limit_s * limit_s / step_s:.3g}s"
         )
-    words = [verdict(made)]
+    words = [verdict(made), *local_sentences(made)]
     # A profile measured for this plan is found on disk again, unless it could not be kept there.
     with suppress(InputError):
         profile, cluster = made_from(made, profile, cluster)
@@ -243,7 +259,7 @@ def explain(
     if told < len(found.units):
         note(f"alternatives are told of the {told} units of {len(found.units)} that take most")
     tables = explanation_tables(found, made.goal.objective, fold=not all_units)
-    deliver(found, None, json, *tables)
+    deliver(found, None, json, *tables, *local_sentences(made))
 
 
 def compare(

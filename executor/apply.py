@@ -94,15 +94,15 @@ def _apply(
     check(model, optimizer, plan)
     finish_all(limit)
     run = _make_run(model, plan, limit, lossy)
-    _agree(run, model)
+    _agree(run, model, plan)
+    local, first_host = plan.local_steps, plan.placement.index(0) // run.world.size
+    plan = run.plan  # from here on that of one host
     check_headroom(run, model, optimizer)
     if run.world.rank == 0:  # it warns, which needs saying once
         check_optimizer_state(optimizer, plan)
     # Before anything is divided, as slices are cut from rank 0's values.
     everything = [*model.parameters(), *model.buffers()]
-    broadcast(
-        everything, run.world.statistics[1], run.watch, "the broadcast of rank 0's parameters"
-    )
+    _begin_alike(everything, run, first_host)
     shards = divide(model, run)
     run.shards, run.divided_parameters = shards.by_name, shards.parameters
     if optimizer is not None:
@@ -121,12 +121,25 @@ def _apply(
     watch_memory(run, model, optimizer)
     if optimizer is not None:
         run.make_lazy(optimizer)
+    if local is not None and optimizer is not None:
+        run.train_apart(local, optimizer)
     # Last, as what tells of steps wraps a step that may be lazy.
     tell_pacer(run.watch, model.parameters(), optimizer)
 
 
+def _begin_alike(tensors: list[Tensor], run: Run, first_host: int) -> None:
+    """Makes all ranks' tensors those of rank 0, which is on ``first_host`` of those that train
+    apart. Collective."""
+    doing = "the broadcast of rank 0's parameters"
+    broadcast(tensors, run.world.statistics[1], run.watch, doing)
+    apart = run.world.apart
+    if apart is not None:  # from its host to those in the same places on other hosts
+        broadcast(tensors, apart, run.watch, doing, source=apart.ranks[first_host])
+
+
 def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -> Run:
     device = device_of(model)
+    whole, placement, local, plan = plan, plan.placement, plan.local_steps, plan.inside_host
     degrees: set[int] = set()
     sharded: set[Place] = set()
     fully_sharded: set[Place] = set()
@@ -144,27 +157,27 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     }
     crossing = any(leaves_to_other_division(unit, rest) for unit, rest in divided(plan))
     world = make_world(
-        plan.placement, degrees, device, limit, sharded, fully_sharded, parts, by_host,
-        crossing=crossing,
+        placement, degrees, device, limit, sharded, fully_sharded, parts, by_host,
+        crossing=crossing, host_count=local.hosts if local else 1,
     )  # fmt: skip
-    return Run(plan, world, Watchdog(world.rank, world.size, limit, run=next(_runs)), lossy)
+    watch = Watchdog(world.rank, len(placement), limit, run=next(_runs))
+    return Run(whole, world, watch, lossy)
 
 
-def _agree(run: Run, model: nn.Module) -> None:
+def _agree(run: Run, model: nn.Module, plan: Plan) -> None:
     # First what explains the rest: another version may well build another model.
-    different = run.control.agree_on_setup(device_of(model))
+    different = run.everyone.agree_on_setup(device_of(model))
     if different is not None and run.world.rank == 0:
         warnings.warn(different, stacklevel=5)
     # Of another model or plan a rank would issue other collectives: a hang, or wrong sums.
     tensors = (*model.named_parameters(), *model.named_buffers())
     text = ";".join(f"{n}{tuple(t.shape)}{t.dtype}{t.requires_grad}" for n, t in tensors)
-    run.control.agree(
+    run.everyone.agree(
         "the model (names, shapes and types of its parameters and buffers)",
         digest(text),
         "build the same model on every rank",
     )
-    plan = digest(fingerprint(run.plan))
-    run.control.agree("the plan", plan, "give every rank the same file")
+    run.everyone.agree("the plan", digest(fingerprint(plan)), "give every rank the same file")
 
 
 def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
@@ -184,7 +197,15 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         raise InputError("a plan was applied to this model already: build the model anew")
     refusals = CAPABILITY.refusals(plan)
     if refusals:
-        raise InputError(f"this plan cannot be run: {refusals[0]}; plan without hypothetical")
+        remedy = "hypothetical" if plan.local_steps is None else "--allow-local-steps"
+        raise InputError(f"this plan cannot be run: {refusals[0]}; plan without {remedy}")
+    if plan.local_steps is not None:
+        if optimizer is None:
+            raise InputError(
+                "the plan has local steps, which the optimizer's steps count, and no optimizer was "
+                "given: pass it with the model, or plan without --allow-local-steps"
+            )
+        plan = plan.inside_host
     _check_modules(model, plan)
     check_memory(model, plan, device_of(model))
     _check_tensors(model)

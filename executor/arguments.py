@@ -20,6 +20,7 @@ def check_arguments(
     memory_limit_bytes: Any,
     micro_batches: Any,
     min_fidelity: Any,
+    inner_steps: Any,
     time_limit_s: Any,
 ) -> None:
     """Raises ``InputError`` with the first value of a wrong type, and what to give instead.
@@ -38,6 +39,8 @@ def check_arguments(
         raise _wrong("micro_batches", micro_batches, "the counts to choose from, such as (1, 2)")
     if min_fidelity is not None and not _number(min_fidelity):
         raise _wrong("min_fidelity", min_fidelity, "a share from 0 to 1, such as 0.9")
+    if inner_steps is not None and not _whole(inner_steps):
+        raise _wrong("inner_steps", inner_steps, "a whole number of steps as int, such as 32")
     if time_limit_s is not None and not _number(time_limit_s):
         raise _wrong("time_limit_s", time_limit_s, "seconds, such as 30")
     check_time_limit(time_limit_s)

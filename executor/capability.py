@@ -5,7 +5,8 @@ from ..planner.schema.capability import Capability
 # A unit takes all ranks or a part of them that lie together, keeps, recomputes or offloads its
 # feature maps (offload where the device has memory of its own), and exchanges its gradients in
 # buckets, or in slices by priority; by priority it can also shard them among ranks, leave some of
-# them for later, apply and free them in backward, or add them up on each host first.
+# them for later, apply and free them in backward, or add them up on each host first. Hosts can
+# train apart.
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep", "recompute", "offload"),
@@ -21,4 +22,5 @@ CAPABILITY = Capability(
     idle_exchange=("dense", "sharded"),
     idle_release=False,
     by_host=True,
+    local_steps=True,
 )

@@ -70,7 +70,7 @@ def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> N
     # Asked after the gather: ranks may have been given different environments, and all must come.
     if os.environ.get(SWITCH) == "0":
         return
-    for rank, (needs, has) in enumerate(rows):
+    for rank, (needs, has) in zip(sorted(run.world.placement), rows, strict=True):
         if has >= 0 and needs > max(has, SPARE_BYTES):
             raise InputError(refusal(plan, rank, int(needs), int(has)))
 
@@ -143,7 +143,7 @@ def account(error: BaseException) -> Account | None:
     if _watched is None or run is None or model is None:
         return None
     optimizer = _watched.optimizer() if _watched.optimizer is not None else None
-    plan = run.plan
+    plan = run.whole_plan
     first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
     # The limit to plan with: the budget that was passed, else a tenth less than was needed.
     limit = error.limit_bytes if isinstance(error, OverBudgetError) else less_than(plan)

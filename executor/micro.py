@@ -87,9 +87,9 @@ def join(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
     # and goes on asking, so every question has as many answers as there are ranks.
     for item in batches:
         last = item
-        run.control.gather([1], "the end of its batches").rows()
+        run.everyone.gather([1], "the end of its batches").rows()
         yield item
-    while any(row[0] for row in run.control.gather([0], "the end of its batches").rows()):
+    while any(row[0] for row in run.everyone.gather([0], "the end of its batches").rows()):
         if last is None:
             raise InputError(
                 f"rank {run.world.rank} has no batch at all while others do, so an empty one "

@@ -3,10 +3,10 @@
 import copy
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame  # torch has no public name for it
 from torch.optim import Optimizer
 
@@ -154,6 +154,21 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     return whole if own is model else {f"_orig_mod.{name}": t for name, t in whole.items()}
 
 
+def agreed_state_dict(model: nn.Module) -> dict[str, Any]:
+    """``full_state_dict`` with the parameters that hosts have agreed on: the same on all ranks,
+    under a plan with local steps, while each host's own go on from them. To save, evaluate or
+    publish. New tensors; collective: call it on every rank, between steps. Under another plan it
+    is ``full_state_dict``.
+    """
+    run = run_of(model)
+    run.finish_steps()  # what is put back afterwards must be what the last step has made
+    with run.apart.agreed_values() if run.apart is not None else nullcontext():
+        return {
+            name: value.detach().clone() if isinstance(value, Tensor) else value
+            for name, value in full_state_dict(model).items()
+        }
+
+
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """``optimizer.state_dict()`` with the state of divided parameters whole, as a single process
     would save it. Collective: call it on every rank.
@@ -175,7 +190,8 @@ def exchange_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Each rank saves its own, beside the model's, as what was not sent differs from rank to rank.
     Take it between ``optimizer.step()`` and the next forward, on every rank; it sends nothing.
-    Under a plan without lossy exchange it is almost empty.
+    Under a plan without lossy exchange and local steps it is almost empty. With local steps each
+    host's model and optimizer differ, so every rank saves those too.
     """
     run = run_of(model)
     state: dict[str, Any] = {"rank": run.world.rank, "world_size": run.world.size}
@@ -184,6 +200,8 @@ def exchange_state_dict(model: nn.Module) -> dict[str, Any]:
         parts = [group.state().items() for group in lossy]
         state["residuals"] = {name: part for items in parts for name, part in items}
         state["policies"] = {p.name: p.state() for p in run.priority.policies}
+    if run.apart is not None:
+        state["local_steps"] = run.apart.state()
     return state
 
 
@@ -200,9 +218,22 @@ def load_exchange_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
                 f"the exchange state was saved with {what} {saved}, this is {what} {here}: load "
                 "on each rank what that rank saved, or train on without it"
             )
+    # Checked whole before anything is loaded, so that a state that is refused leaves all as it was.
+    strange_steps = run.apart.check(state.get("local_steps")) if run.apart is not None else None
+    if strange_steps is not None:
+        raise InputError(
+            f"the exchange state {strange_steps}, unlike this plan: load it under the plan that "
+            "saved it"
+        )
+    _load_waiting(run, state)
+    if run.apart is not None:
+        run.apart.load(state["local_steps"])
+
+
+def _load_waiting(run: Run, state: dict[str, Any]) -> None:
+    """Loads what was not sent yet of gradients; ``InputError`` where it does not fit."""
     if run.priority is None:
         return
-    # Checked whole before anything is loaded, so that a state that is refused leaves all as it was.
     residuals, policies = state.get("residuals", {}), state.get("policies", {})
     lossy = [g for g in run.priority.grad_groups if isinstance(g, LossyGradGroup)]
     names = {param.name for grad_group in lossy for param in grad_group.feedback}

@@ -41,11 +41,13 @@ from ..models.opened import mapped
 from ..planner.cost.ownership import TensorPlacement, boxes
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout, data_parallel
+from ..planner.schema.local_steps import LocalSteps
 from ..planner.schema.plan import SHARDING, Plan
 from ..planner.simulate.slicing import by_urgency
 from .comm.broadcast import broadcast
 from .comm.control import Control, Header, RankRow, digest
 from .comm.groups import Group, World
+from .comm.steps import after_each_step
 from .comm.watchdog import Watchdog
 from .comm.worker_threads import LEAVE_S
 from .forward import Forward, Weight, input_dims, samples_of, scale_output, shapes_of
@@ -57,6 +59,7 @@ from .gradients.momentum import Momentum, has_momentum
 from .gradients.order import Orders
 from .gradients.priority import PriorityExchange
 from .gradients.sharded import flat_shard_spec
+from .local_steps import HostsApart
 from .memory.regions import Regions
 from .optimizer.lazy import LazySteps
 from .outside import Guard, KeptResults
@@ -73,13 +76,17 @@ class Run:
 
     ``synchronise`` is False inside ``no_sync``. ``forward`` is the forward that ran last,
     ``weight_next`` how the next one counts where that is not by its samples. ``priority`` is the
-    exchange of gradients where it is by priority.
+    exchange of gradients where it is by priority. ``plan`` is that part of ``whole_plan`` which the
+    ranks of this host train by where hosts train apart; ``apart`` is then what they average, and
+    ``control`` of this host while ``everyone`` is of all.
     """
 
     def __init__(
-        self, plan: Plan, world: World, watch: Watchdog, lossy: Lossy | None = None
+        self, whole_plan: Plan, world: World, watch: Watchdog, lossy: Lossy | None = None
     ) -> None:
-        self.plan, self.world, self.watch = plan, world, watch
+        self.whole_plan = whole_plan
+        self.plan = plan = whole_plan.inside_host
+        self.world, self.watch = world, watch
         self.lossy = lossy or Lossy()
         # Where a wait does not hold the host, its clock tells nothing of links and gradients.
         self.orders = Orders(
@@ -88,6 +95,7 @@ class Run:
             measured=not self.on_stream,
         )
         self.control = Control(world, watch)
+        self.everyone = Control(world, watch, world.everyone)
         self.meter = Meter()
         self.divided = any(unit.layout != data_parallel(world.size) for unit in plan.units)
         self.input_dims = input_dims(plan)
@@ -117,6 +125,7 @@ class Run:
         self._trainable: list[bool] = []
         self._gradients: GradientSynchroniser | None = None
         self.priority: PriorityExchange | None = None
+        self.apart: HostsApart | None = None
         # Weak: else no run, with its model, would end before the process.
         atexit.register(_let_finish, weakref.ref(self))
 
@@ -222,6 +231,23 @@ class Run:
         """Applies whatever a step has left pending."""
         if self.priority is not None:
             self.priority.finish_all()
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that this rank has waited for gradients, and for what hosts average."""
+        return self.gradients.exposed_s + (self.apart.waited_s if self.apart else 0.0)
+
+    def train_apart(self, local: LocalSteps, optimizer: Optimizer) -> None:
+        """From now on hosts average what they have learnt as ``local`` says."""
+        self.apart = HostsApart(
+            local, self.world, self.watch, self._all_params, self._buffers, self.issued
+        )
+
+        def stepped(_: Optimizer) -> None:
+            assert self.apart is not None
+            self.apart.stepped(self.finish_steps)
+
+        after_each_step((), optimizer, stepped)
 
     @property
     def busy(self) -> bool:

@@ -12,6 +12,7 @@ CHANGES: dict[Changes, str] = {
     "rounding": "rounding of gradients",
     "waiting": "which gradients wait",
     "batch": "samples in a step",
+    "algorithm": "algorithm",
 }
 
 
@@ -45,9 +46,15 @@ def advice_sentence(found: Advice) -> str:
     if exact is None:
         return f"{_binds(found)} No way fits that changes nothing."
     words = f"{_as_fast(exact)} as data parallelism and changes nothing"
-    best = had[0]
+    # Local steps are the last resort, whatever they reach.
+    best = next(way for way in had if way.changes != "algorithm")
     if best is not exact:
         words += f", {_as_fast(best)} and changes the {CHANGES[best.changes]}"
+    if had[0] is not best:
+        words += (
+            f". If nothing else is quick enough, the {_as_fast(had[0])} in rounds of "
+            f"{had[0].inner_steps} inner steps and changes the algorithm"
+        )
     return f"{_binds(found)} The {words}."
 
 

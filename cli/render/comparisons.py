@@ -60,6 +60,12 @@ SETTINGS = {
     "goal.background_limit": "a step so many times as long for it",
     "goal.pins": "pins",
     "goal.all_layouts": "all layouts tried",
+    "local_steps": "local steps",
+    "goal.allow_local_steps": "local steps allowed",
+    "goal.inner_steps": "inner steps asked for",
+    "goal.fragments": "fragments asked for",
+    "goal.outer_lr": "outer learning rate",
+    "goal.outer_momentum": "outer momentum",
 }
 # Of longer lists the beginning and the end are shown.
 LISTED = 8
@@ -67,6 +73,8 @@ _NO_VALUE = {
     "goal.memory_limit_bytes": "the device's own",
     "goal.slice_bytes": "not given",
     "goal.pins": "none",
+    "goal.inner_steps": "the fewest that hide the links",
+    "goal.fragments": "a few",
 }
 
 

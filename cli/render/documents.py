@@ -44,6 +44,22 @@ def verdict(plan: Plan) -> str:
     return f"{gain(plan)}; {_proof(plan)}."
 
 
+def local_sentences(plan: Plan) -> list[str]:
+    """How hosts train apart, where they do."""
+    local = plan.local_steps
+    if local is None:
+        return []
+    many = len(local.fragments)
+    parts = "the model whole" if many == 1 else f"each of {many} fragments of the model"
+    late = f", applied {local.delay} steps after it was sent" if local.delay else ""
+    return [
+        f"The {local.hosts} hosts train apart (local steps, DiLoCo): {parts} is averaged once in "
+        f"{local.inner_steps} steps{late} (outer learning rate {local.outer_lr:g}, momentum "
+        f"{local.outer_momentum:g}). That changes the training: compare with meshwright verify "
+        "PLAN --steps 50. The units' times, and what binds, are those of a host by itself."
+    ]
+
+
 def bound_sentence(found: StepBottleneck) -> str:
     """What bounds the step, and what its user could do about it."""
     where = "" if found.link is None else LINK_NAMES[found.link]

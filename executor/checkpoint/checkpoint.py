@@ -92,6 +92,12 @@ def checkpoint(
     def checked() -> tuple[Path, int | None]:
         if keep < 1:
             raise InputError(f"keep={keep} checkpoints would keep none: give at least 1")
+        if run.apart is not None:
+            raise InputError(
+                "hosts train apart under this plan (local steps), and a checkpoint holds what all "
+                "have alike: save mw.exchange_state_dict(model) on every rank with torch.save, or "
+                "plan without --allow-local-steps"
+            )
         path = _folder_of(folder)
         if optimizer is not None:
             parameter_names(optimizer, holdings_of(unwrapped(model), run))

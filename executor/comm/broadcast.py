@@ -16,11 +16,14 @@ from .watchdog import Watchdog
 MESSAGE_BYTES = 25 * 2**20
 
 
-def broadcast(tensors: Iterable[Tensor], group: Group, watch: Watchdog, doing: str) -> None:
-    """Overwrites ``tensors`` with those of the group's lowest rank. Collective."""
+def broadcast(
+    tensors: Iterable[Tensor], group: Group, watch: Watchdog, doing: str, source: int | None = None
+) -> None:
+    """Overwrites ``tensors`` with those of rank ``source``, by default the group's lowest.
+    Collective."""
     if group.handle is None:
         return
-    source = min(group.ranks)
+    source = min(group.ranks) if source is None else source
     packing: Any = torch_utils  # has no types: tensors of one type up to a size, as DDP packs them
     for batch in packing._take_tensors([t.detach() for t in tensors if t.numel()], MESSAGE_BYTES):
         flat = torch.cat([t.reshape(-1) for t in batch])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...planner.schema.errors import InputError, RunError
 from ...planner.schema.record import decode, encode
-from .groups import World
+from .groups import Group, World
 from .setups import HostSetup, check_versions, digest_text, other_devices, setup_here
 from .watchdog import Watchdog
 
@@ -43,21 +43,21 @@ class PendingGather:
 
 
 class Control:
-    """Exchanges of control vectors over the ``control`` group."""
+    """Exchanges of control vectors over the ``control`` group, or over another one."""
 
-    def __init__(self, world: World, watch: Watchdog) -> None:
-        self.world = world
+    def __init__(self, world: World, watch: Watchdog, group: Group | None = None) -> None:
+        self.group = group or world.control
         self.watch = watch
         self.seconds = 0.0
 
     def gather(self, values: Sequence[float], doing: str, *, whole: bool = True) -> PendingGather:
         """Starts to show ``values`` (``whole`` numbers or real ones) to every rank."""
         mine = torch.tensor(values, dtype=torch.int64 if whole else torch.float64, device="cpu")
-        handle = self.world.control.handle
+        handle = self.group.handle
         if handle is None:
             return PendingGather([mine])
-        parts = [torch.empty_like(mine) for _ in range(self.world.size)]
-        self.watch.issued(f"what ranks tell for {doing}", self.world.control)
+        parts = [torch.empty_like(mine) for _ in range(self.group.size)]
+        self.watch.issued(f"what ranks tell for {doing}", self.group)
         return self._started(
             dist.all_gather(parts, mine, group=handle, async_op=True), parts, doing
         )
@@ -73,10 +73,10 @@ class Control:
     def _all_reduce(
         self, vector: Tensor, op: dist.ReduceOp.RedOpType, name: str, doing: str
     ) -> PendingGather:
-        handle = self.world.control.handle
+        handle = self.group.handle
         if handle is None:
             return PendingGather([vector])
-        self.watch.issued(name, self.world.control)
+        self.watch.issued(name, self.group)
         work = dist.all_reduce(vector, op=op, group=handle, async_op=True)
         return self._started(work, [vector], doing)
 
@@ -86,7 +86,7 @@ class Control:
         self.watch.follow(work, doing)
 
         def wait() -> None:
-            self.seconds += self.watch.wait(work, self.world.control, doing)
+            self.seconds += self.watch.wait(work, self.group, doing)
 
         return PendingGather(parts, wait)
 

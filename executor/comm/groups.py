@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -90,7 +91,17 @@ class World:
     ``crossings[span]``    those at a range of positions      samples from one layout to another
     ``hosts[m, n]``        of those with the same shard, runs gradients that are added up on hosts
                            of n, and those across the runs    before these exchange them
+    ``everyone``           all, on gloo; ``control`` but      agreements of all hosts
+                           where hosts train apart
+    ``apart``              those in one place of all hosts    what hosts average where they train
+                           that train apart                   apart
+    ``agreed[m]``          on such a host, those with the     the same, among the ranks that share
+                           same shard                         it out
     ====================== ================================== ======================================
+
+    Where hosts train apart (local steps) each is a world by itself: "all" are the ranks of this
+    host, in all but ``everyone`` and ``apart``. ``rank`` is the number among all hosts' ranks,
+    ``placement`` lists those of this host, and ``host`` of ``host_count`` is this one.
 
     ``checkpoint_group`` makes one more, for the threads that write checkpoints. m is a degree.
     Layouts that leave positions idle have groups of their own, under the layout; who is idle there
@@ -111,10 +122,21 @@ class World:
     unshards: dict[Place, Group] = field(default_factory=dict)
     crossings: dict[range, Group] = field(default_factory=dict)
     hosts: dict[tuple[int, int], HostGroups] = field(default_factory=dict)
+    agreed: dict[int, Group] = field(default_factory=dict)
+    everyone: Group | None = None
+    apart: Group | None = None
+    host: int = 0
+    host_count: int = 1
 
     def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:
         """Reorders what is listed by rank."""
-        return tuple(by_rank[rank] for rank in self.placement)
+        ascending = sorted(self.placement)
+        return tuple(by_rank[ascending.index(rank)] for rank in self.placement)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This rank's part of a batch of all hosts: (its number, how many parts there are)."""
+        return self.host * self.size + self.position, self.host_count * self.size
 
 
 def make_world(
@@ -128,18 +150,26 @@ def make_world(
     by_host: Iterable[tuple[int, int]] = (),
     *,
     crossing: bool = False,
+    host_count: int = 1,
 ) -> World:
     """Creates the groups for layouts of ``degrees`` and for ``subsets``, layouts that leave ranks
     idle, for tensors on ``device``; with ``crossing`` also one for what goes straight from one
     division to another. ``by_host`` are (degree, peers on a host) of gradients that are exchanged
-    by host, on gloo. Collective over all ranks.
+    by host, on gloo. With a ``host_count`` above 1 the positions are divided into so many equal
+    runs, hosts that train apart, for one of which all else is said. Collective over all ranks.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size() // host_count
     limit = timedelta(seconds=timeout_s + GRACE_S)
-    make = partial(_make_group, rank, placement, device, limit)
+    host, position = divmod(placement.index(rank), size)
+    hosts = [tuple(placement[size * h : size * (h + 1)]) for h in range(host_count)]
+    make = partial(_make_group, rank, hosts, device, limit)
     everyone = [range(size)]
     control = make("control", everyone, CONTROL_BACKEND)
-    world = World(rank, size, placement.index(rank), tuple(placement), control)
+    all_hosts, apart = _groups_between(rank, placement, size, device, limit)
+    world = World(
+        rank, size, position, hosts[host], control,
+        everyone=all_hosts, apart=apart, host=host, host_count=host_count,
+    )  # fmt: skip
     subset_layouts = sorted({one for subset in subsets for one in (subset, flat(subset))})
     # Sorted, as each creation is collective: all ranks must come to it in one order.
     places: list[Place] = [1, *sorted({d for d in degrees if d > 1}), *subset_layouts]
@@ -160,6 +190,7 @@ def make_world(
             world.full_gradients[place] = make(f"full gradients{told}", same)
         if place in fully_sharded:
             world.unshards[place] = make(f"unshards{told}", same)
+    world.agreed.update(_agreed_groups(make, size, host_count, places))
     for degree, each in sorted(by_host):
         if not world.gradients[degree].on_stream:
             layout = Layout(groups=size // degree, degree=degree)
@@ -178,7 +209,7 @@ def checkpoint_group(world: World, timeout_s: float) -> Group:
     over all ranks."""
     limit = timedelta(seconds=timeout_s + GRACE_S)
     group = _make_group(
-        world.rank, world.placement, torch.device("cpu"), limit, "checkpoint",
+        world.rank, [world.placement], torch.device("cpu"), limit, "checkpoint",
         [range(world.size)], CONTROL_BACKEND,
     )  # fmt: skip
     if group.handle is not None:
@@ -190,6 +221,33 @@ def checkpoint_group(world: World, timeout_s: float) -> Group:
     if key not in known:
         known[key] = dist.new_group([0], timeout=limit, backend=CONTROL_BACKEND)
     return replace(group, handle=known[key])
+
+
+def _groups_between(
+    rank: int, placement: Sequence[int], size: int, device: torch.device, limit: timedelta
+) -> tuple[Group | None, Group | None]:
+    """The groups ``everyone`` and ``apart``, where hosts of ``size`` ranks train apart."""
+    if len(placement) == size:
+        return None, None
+    make = partial(_make_group, rank, [placement], device, limit)
+    places = [range(place, len(placement), size) for place in range(size)]
+    everyone = make("everyone", [range(len(placement))], CONTROL_BACKEND)
+    return everyone, make("hosts apart", places)
+
+
+def _agreed_groups(
+    make: Callable[..., Group], size: int, host_count: int, places: Sequence[Place]
+) -> dict[int, Group]:
+    """The groups ``agreed`` of hosts of ``size`` ranks; none where hosts do not train apart."""
+    if host_count == 1:
+        return {}
+    degrees = [place for place in places if not isinstance(place, Layout)]
+    found = {}
+    for degree in degrees:
+        layout = Layout(groups=size // degree, degree=degree)
+        same = [layout.peers(member) for member in range(degree)]
+        found[degree] = make(f"agreed {degree}", same)
+    return found
 
 
 def _host_groups(
@@ -220,20 +278,20 @@ def flat(layout: Layout) -> Layout:
 
 def _make_group(
     rank: int,
-    placement: Sequence[int],
+    hosts: Sequence[Sequence[int]],
     device: torch.device,
     limit: timedelta,
     label: str,
     divisions: Sequence[Sequence[int]],
     backend: str | None = None,
 ) -> Group:
-    """The group of this rank among those of the positions in ``divisions``, or one of itself
-    alone."""
+    """The group of this rank among those of the positions in ``divisions`` of each of ``hosts``
+    (the rank at each of its positions), or one of itself alone."""
     default = dist.group.WORLD
     assert default is not None, "World is made within a process group"
     known = _handles.setdefault(default, {})
     mine = Group((rank,), 0, None, label)
-    for positions in divisions:
+    for placement, positions in product(hosts, divisions):
         ranks = tuple(placement[p] for p in positions)
         key = (label, *sorted(ranks), backend, limit)
         if len(ranks) > 1 and key not in known:

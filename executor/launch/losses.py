@@ -125,5 +125,5 @@ def _trained(
         for number in range(steps)
     ]
     mine = [float(step.loss) for step in taken]
-    control = run_of(workload.model).control
-    return whole_losses(control.gather(mine, "the losses", whole=False).rows())
+    everyone = run_of(workload.model).everyone
+    return whole_losses(everyone.gather(mine, "the losses", whole=False).rows())

@@ -7,7 +7,6 @@ could wait for a rank that has gone.
 
 import atexit
 import os
-import statistics
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..background.protocol import State
 from ..comm.steps import after_each_step
 from ..parallel import run_of
 from .moments import Moment, now, seconds_between
-from .train import Measured
+from .train import Measured, typical_of
 
 # The file of the plan that ``auto_parallelize`` is to apply.
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
@@ -101,8 +100,10 @@ def _report(plan: Plan, steps: int, measured: Figures) -> RunReport:
 class _StepRecorder:
     """Notes the time and the waits at the end of every optimizer step of one model."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self._run = run_of(model)
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan
+    ) -> None:
+        self._run, self._typical = run_of(model), typical_of(plan)
         self._device = device_of(model)
         # (moment, seconds waited in redistribution, seconds waited for gradients), each up to then.
         self._seen: list[tuple[Moment, float, float]] = []
@@ -111,11 +112,11 @@ class _StepRecorder:
     def _stepped(self, _: torch.optim.Optimizer) -> None:
         if self._device.type == "cuda" and len(self._seen) == WARM_UP:
             torch.cuda.reset_peak_memory_stats(self._device)
-        waited_s = self._run.meter.seconds, self._run.gradients.exposed_s
+        waited_s = self._run.meter.seconds, self._run.exposed_s
         self._seen.append((now(self._device), *waited_s))
 
     def figures(self) -> RankFigures | None:
-        """Medians over the steps after the warm-up; None where too few were made."""
+        """What is typical of the steps after the warm-up; None where too few were made."""
         first = min(WARM_UP, max(len(self._seen) - 2, 0))  # of a short run the last step counts
         steps = [
             [
@@ -126,7 +127,7 @@ class _StepRecorder:
         ]
         if not steps:
             return None
-        step_s, blocking_s, exposed_s = map(statistics.median, zip(*steps, strict=True))
+        step_s, blocking_s, exposed_s = map(self._typical, zip(*steps, strict=True))
         on_cpu = self._device.type != "cuda"
         peak = None if on_cpu else torch.cuda.max_memory_allocated(self._device)
         figures = Figures(
@@ -135,13 +136,13 @@ class _StepRecorder:
         return RankFigures(steps=len(steps), figures=figures)
 
 
-def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Measures the steps of ``model`` from now on where the launcher asked for it; when the process
-    ends its figures are left in the launcher's folder."""
+def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan) -> None:
+    """Measures the steps of ``model`` under ``plan`` from now on where the launcher asked for it;
+    when the process ends its figures are left in the launcher's folder."""
     folder = os.environ.get(REPORT_VARIABLE)
     if not folder:
         return
-    recorder = _StepRecorder(model, optimizer)
+    recorder = _StepRecorder(model, optimizer, plan)
 
     def leave() -> None:
         found = recorder.figures()

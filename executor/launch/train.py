@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, isfinite
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -209,7 +209,7 @@ def train_step(
     """
     spent = timed_step(workload, plan, batch, optimizer)
     run = run_of(workload.model)
-    parts = run.control.gather([spent.loss], "the sum of losses", whole=False).rows()
+    parts = run.everyone.gather([spent.loss], "the sum of losses", whole=False).rows()
     return float(sum(row[0] for row in parts))
 
 
@@ -236,7 +236,7 @@ def take_step(
     run = run_of(workload.model)
     device = device_of(workload.model)
     mine = share_of(batch, run).to(device)
-    blocking, exposed, sent = run.meter.seconds, run.gradients.exposed_s, run.meter.sent_bytes
+    blocking, exposed, sent = run.meter.seconds, run.exposed_s, run.meter.sent_bytes
     start = now(device)
     # On the device: to read each loss would make the host wait for it.
     loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -258,7 +258,7 @@ def take_step(
         before_update=before_update,
         end=now(device),
         blocking_s=run.meter.seconds - blocking,
-        exposed_s=run.gradients.exposed_s - exposed,
+        exposed_s=run.exposed_s - exposed,
         wire_bytes=run.meter.sent_bytes - sent,
     )
 
@@ -284,8 +284,8 @@ def loss_of(workload: Workload, batch: Batch) -> Tensor:
 def share_of(batch: Batch, run: Run) -> Batch:
     """This rank's samples, copied, so that it holds no others with them: the first positions have
     one more where the batch does not divide."""
-    least, more = divmod(batch.size, run.world.size)
-    position = run.world.position
+    position, ranks = run.world.share
+    least, more = divmod(batch.size, ranks)
     start = position * least + min(position, more)
     return batch.slice(start, start + least + (position < more)).copied()
 
@@ -305,9 +305,10 @@ def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) ->
     """The slowest rank's figures, on every rank. Collective."""
     measured = taken[WARM_UP:] or taken[-1:]  # few are left where it went on from a checkpoint
     names = "step_s", "blocking_s", "exposed_s", "update_s", "wire_bytes"
-    medians = [median(getattr(spent, name) for spent in measured) for name in names]
-    mine = [*medians, peak, *(spent.loss for spent in taken)]
-    rows = run.control.gather(mine, "the end of training", whole=False).rows()
+    typical = typical_of(plan)
+    middle = [typical([getattr(spent, name) for spent in measured]) for name in names]
+    mine = [*middle, peak, *(spent.loss for spent in taken)]
+    rows = run.everyone.gather(mine, "the end of training", whole=False).rows()
     losses = whole_losses(row[6:] for row in rows)
     # The parts of one rank's step, so that they add up to it.
     slowest = max(rows, key=lambda row: row[0])
@@ -324,6 +325,12 @@ def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) ->
         samples_per_s=batch / step_s if step_s else 0.0,
         losses=losses,
     )
+
+
+def typical_of(plan: Plan) -> Callable[[Sequence[float]], float]:
+    """What stands for the figures of many steps: the median, or where some steps do what others do
+    not, as hosts that train apart exchange something in some of them, the mean."""
+    return median if plan.local_steps is None else fmean
 
 
 def whole_losses(by_rank: Iterable[Sequence[float]]) -> tuple[float, ...]:
@@ -374,7 +381,7 @@ def accuracy(workload: Workload, device: torch.device) -> float | None:
     whole = workload.data("test")
     mine = share_of(whole, run)
     # As many forwards on every rank, since divided units need all of them.
-    pieces = ceil(ceil(whole.size / run.world.size) / EVALUATED)
+    pieces = ceil(ceil(whole.size / run.world.share[1]) / EVALUATED)
     right = 0.0
     workload.model.eval()
     with torch.no_grad():

@@ -23,6 +23,7 @@ from ..schema.record import Count, Positive, Record, Seconds
 from ..solve.answer import over_bytes
 from ..solve.evaluate import evaluation
 from ..solve.heuristic.resize import resized, resized_problem
+from ..solve.local_steps import cannot
 from ..solve.problem import Problem
 from ..solve.solver import solve
 
@@ -33,19 +34,20 @@ SLOW = 0.5
 PARTS_FIDELITY, EIGHT_BITS_FIDELITY = 0.9, 0.99
 PARTS: tuple[ExchangePolicy, ...] = ("dropped", "topk")
 
-Changes = Literal["nothing", "rounding", "waiting", "batch"]
+Changes = Literal["nothing", "rounding", "waiting", "batch", "algorithm"]
 """What a way changes in the training: nothing; the rounding of gradients; that part of them waits
-for a later step; the number of samples in a step."""
+for a later step; the number of samples in a step; the algorithm, as hosts train apart."""
 
 
 EIGHT_BITS, IN_PART = "plan with int8 gradients", "plan with gradients in part"
+LOCAL_STEPS = "plan with local steps"
 
 
 class Way(Record, frozen=True, kw_only=True):
     """One way to train, and what is predicted of it. ``options`` are those of ``plan`` that make
     its plan, None where there is none to make. ``gain`` is its samples per second over those of
-    data parallelism as DistributedDataParallel does it. Where it cannot be had the figures are
-    None, and ``why`` says so."""
+    data parallelism as DistributedDataParallel does it. ``inner_steps`` are those of a round, where
+    hosts train apart. Where it cannot be had the figures are None, and ``why`` says so."""
 
     name: str
     changes: Changes
@@ -55,6 +57,7 @@ class Way(Record, frozen=True, kw_only=True):
     step_s: Seconds | None = None
     samples_per_s: float | None = None
     gain: float | None = None
+    inner_steps: Count | None = None
     why: str = ""
 
 
@@ -89,7 +92,9 @@ class Advice(Record, frozen=True, kw_only=True):
 def advise(problem: Problem, solver: str = "auto", time_limit_s: float | None = None) -> Advice:
     """The ways to train the problem's model on its cluster, the quickest first. ``time_limit_s`` is
     for each plan. What the problem's goal allows beyond an exact exchange is not taken over."""
-    goal = msgspec.structs.replace(problem.goal, allow_lossy=False, min_fidelity=1.0)
+    goal = msgspec.structs.replace(
+        problem.goal, allow_lossy=False, min_fidelity=1.0, allow_local_steps=False
+    )
     exact = replace(problem, goal=goal)
     plain = CostModel(exact.profile, exact.cluster, goal)
     step = evaluation(plain, plain.baseline).prediction
@@ -145,13 +150,15 @@ def _by_itself(name: str, model: CostModel, step_s: float) -> Way:
 
 
 class _Asked(NamedTuple):
-    """A way that is to be planned. ``used`` says whether a unit does what the way is about."""
+    """A way that is to be planned. ``used`` says whether a unit does what the way is about,
+    ``apart`` that hosts are to train apart."""
 
     name: str
     changes: Changes
     options: tuple[str, ...]
     problem: Problem
     used: Callable[[UnitPlan], bool] = lambda unit: True
+    apart: bool = False
 
 
 def _fewer(exact: Problem) -> Iterator[_Asked]:
@@ -197,6 +204,9 @@ def _planned(exact: Problem) -> Iterator[_Asked]:
     options = ("--batch", str(batch), "--micro-batches", ",".join(map(str, counts)))
     twice = asked(batch=batch, micro_batches=counts)
     yield _Asked("plan for twice the batch", "batch", options, twice)
+    if len(exact.cluster.nodes) > 1:
+        local = asked(allow_local_steps=True)
+        yield _Asked(LOCAL_STEPS, "algorithm", ("--allow-local-steps",), local, apart=True)
 
 
 def _measured(exact: Problem) -> set[str]:
@@ -225,6 +235,7 @@ def _allowing(fidelity: float) -> tuple[str, ...]:
 
 def _way(asked: _Asked, solver: str, time_limit_s: float | None) -> Way:
     problem = asked.problem
+    refused = cannot(problem) if asked.apart else None
     found = solve(replace(problem, progress=None), solver, time_limit_s)
     way = Way(
         name=asked.name, changes=asked.changes, options=asked.options,
@@ -233,8 +244,14 @@ def _way(asked: _Asked, solver: str, time_limit_s: float | None) -> Way:
     if found.plan is None:
         why = found.infeasible.sentence if found.infeasible else found.reason
         return msgspec.structs.replace(way, why=why or "no plan fits")
+    local = found.plan.local_steps
+    if asked.apart and local is None:
+        why = refused or "it would not be clearly quicker than the exact plan"
+        return msgspec.structs.replace(way, why=why)
     if not any(map(asked.used, found.plan.units)):
         return msgspec.structs.replace(way, why="no unit gains by it")
+    if local is not None:
+        way = msgspec.structs.replace(way, inner_steps=local.inner_steps)
     return msgspec.structs.replace(way, **_figures(problem.goal, found.plan.prediction.step_s))
 
 

@@ -121,8 +121,16 @@ def _settings(first: Plan, second: Plan) -> tuple[tuple[str, str, str], ...]:
     asked = [(name, getattr(first, name), getattr(second, name)) for name in plan]
     for name in first.goal.__struct_fields__:
         asked.append((f"goal.{name}", getattr(first.goal, name), getattr(second.goal, name)))
+    asked.append(("local_steps", _local_text(first), _local_text(second)))
     asked.append(("solver", first.provenance.solver, second.provenance.solver))
     return tuple((name, _text(a), _text(b)) for name, a, b in asked if a != b)
+
+
+def _local_text(plan: Plan) -> str:
+    local = plan.local_steps
+    if local is None:
+        return "none"
+    return f"{local.inner_steps} in {len(local.fragments)} fragments, {local.delay} late"
 
 
 def _text(value: object) -> str:
@@ -144,7 +152,8 @@ def with_exchange(plan: Plan, policy: ExchangePolicy) -> Plan:
 
 
 def with_exact_gradients(plan: Plan) -> Plan:
-    """The plan with gradients that travel whole and as they are, all else being equal."""
+    """The plan with gradients that travel whole and as they are in every step, all else being
+    equal."""
     units = tuple(
         msgspec.structs.replace(
             u, exchange="dense" if u.lossy else u.exchange, exchange_ratio=1.0,
@@ -152,7 +161,7 @@ def with_exact_gradients(plan: Plan) -> Plan:
         )
         for u in plan.units
     )  # fmt: skip
-    return msgspec.structs.replace(plan, units=units)
+    return msgspec.structs.replace(plan, units=units, local_steps=None)
 
 
 def with_wire(plan: Plan, wire: WireFormat) -> Plan:

@@ -3,7 +3,17 @@
 from typing import get_args
 
 from .layout import Layout, Style
-from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, UnitPlan, WireFormat
+from .local_steps import LocalSteps
+from .plan import (
+    SHARDING,
+    ExchangePolicy,
+    FeedbackPolicy,
+    MemoryPolicy,
+    Plan,
+    UnitPlan,
+    WireFormat,
+)
+from .precision import is_scaled
 from .profile import UnitProfile
 from .record import Record
 
@@ -14,7 +24,7 @@ class Capability(Record, frozen=True, kw_only=True):
     priority. ``in_buckets`` are the exchange policies that the barrier has as well,
     ``idle_exchange`` those of units that leave ranks idle; ``idle_release`` says whether such units
     can have early release, ``by_host`` whether gradients are added up on each host before hosts
-    exchange them."""
+    exchange them, ``local_steps`` whether hosts can train apart."""
 
     styles: tuple[Style, ...]
     memory: tuple[MemoryPolicy, ...]
@@ -30,6 +40,7 @@ class Capability(Record, frozen=True, kw_only=True):
     idle_exchange: tuple[ExchangePolicy, ...] = get_args(ExchangePolicy)
     idle_release: bool = True
     by_host: bool = False
+    local_steps: bool = False
 
     def exchanges(self, *, sliced: bool) -> tuple[ExchangePolicy, ...]:
         """The exchange policies, with gradients in slices or in buckets."""
@@ -110,7 +121,34 @@ class Capability(Record, frozen=True, kw_only=True):
             reasons.append(f"the plan has {plan.micro_batches} micro-batches")
         if plan.schedule == "priority" and not self.priority:
             reasons.append("the plan exchanges gradients by priority")
+        if plan.local_steps is not None:
+            reasons.append(self._refusal_apart(plan, plan.local_steps))
         return tuple(filter(None, reasons))
+
+    def _refusal_apart(self, plan: Plan, local: LocalSteps) -> str | None:
+        """Why hosts cannot train apart by a plan, or None."""
+        if not self.local_steps:
+            return "the plan has local steps"
+        if is_scaled(plan.precision):
+            return (
+                f"the plan has local steps and precision {plan.precision}, under which hosts leave "
+                "out different steps"
+            )
+        if plan.goal.batch_statistics == "global" and plan.units:
+            return (
+                "the plan has local steps and batch statistics 'global', which hosts do not share"
+            )
+        for unit in plan.units:
+            asks = f"the plan has local steps, and unit {unit.name!r}"
+            if unit.exchange in SHARDING:
+                return f"{asks} asks for exchange {unit.exchange!r}"
+            if unit.layout.size < plan.world_size:
+                return f"{asks} leaves ranks idle (layout {unit.layout})"
+            if unit.layout.groups % local.hosts:
+                return f"{asks} is divided across {local.hosts} hosts (layout {unit.layout})"
+            if unit.peers_per_host > 1:
+                return f"{asks} asks for an exchange by host"
+        return None
 
 
 # All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name
@@ -127,6 +165,7 @@ EVERYTHING = Capability(
     feedback=get_args(FeedbackPolicy),
     wire=get_args(WireFormat),
     by_host=True,
+    local_steps=True,
 )
 
 # What is planned when no executor has stated what it can run.

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 from .errors import InputError
 from .layout import Layout, Style
+from .local_steps import OUTER_LR, OUTER_MOMENTUM
 from .record import Bytes, Count, Positive, Record, Share, Slowdown
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
@@ -117,6 +118,12 @@ class Goal(Record, frozen=True, kw_only=True):
     for it: ``time_limit_s`` holds for the step so slowed, while predictions are of the step without
     it. ``pins`` take layouts and styles of units out of the search, ``all_layouts`` brings every
     number of groups and members in (else divisors of the number of ranks, and powers of two).
+
+    With ``allow_local_steps`` hosts may train apart and average what they have learnt now and then,
+    where that is predicted to be clearly quicker than any plan that exchanges gradients in every
+    step: after ``inner_steps`` of the optimizer's steps (none given: the fewest that hide the link
+    between hosts), in so many ``fragments`` (none given: a few), with the outer optimizer's
+    ``outer_lr`` and ``outer_momentum``. See ``local_steps``.
     """
 
     batch: Count
@@ -135,6 +142,11 @@ class Goal(Record, frozen=True, kw_only=True):
     background_limit: Slowdown = BACKGROUND_LIMIT
     pins: tuple[Pin, ...] = ()
     all_layouts: bool = False
+    allow_local_steps: bool = False
+    inner_steps: Count | None = None
+    fragments: Count | None = None
+    outer_lr: Positive = OUTER_LR
+    outer_momentum: Share = OUTER_MOMENTUM
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,6 +196,11 @@ def make_goal(
     slice_bytes: Sequence[int] = (),
     pins: Sequence[Pin] = (),
     all_layouts: bool = False,
+    allow_local_steps: bool = False,
+    inner_steps: int | None = None,
+    fragments: int | None = None,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
 ) -> Goal:
     """The goal of those values, each checked; raises ``InputError``. With a ``background_limit``
     another job may run beside the plan and slow it by so much."""
@@ -196,6 +213,10 @@ def make_goal(
         _at_least_one("number of micro-batches", count)
     for size in slice_bytes:
         _at_least_one("slice size", size)
+    _check_local_steps(
+        allow_local_steps, inner_steps=inner_steps, fragments=fragments, outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+    )  # fmt: skip
     _one_of("optimizer", optimizer, OPTIMIZERS)
     _one_of("batch statistics", batch_statistics, get_args(BatchStatistics))
     _one_of("objective", objective, OBJECTIVES)
@@ -225,7 +246,48 @@ def make_goal(
         slice_bytes=tuple(dict.fromkeys(slice_bytes)),
         pins=tuple(pins),
         all_layouts=all_layouts,
+        allow_local_steps=allow_local_steps,
+        inner_steps=inner_steps,
+        fragments=fragments,
+        outer_lr=OUTER_LR if outer_lr is None else outer_lr,
+        outer_momentum=OUTER_MOMENTUM if outer_momentum is None else outer_momentum,
     )
+
+
+def _check_local_steps(
+    allowed: bool,
+    *,
+    inner_steps: int | None,
+    fragments: int | None,
+    outer_lr: float | None,
+    outer_momentum: float | None,
+) -> None:
+    given = {
+        "number of inner steps": inner_steps,
+        "number of fragments": fragments,
+        "outer learning rate": outer_lr,
+        "outer momentum": outer_momentum,
+    }
+    for what, value in given.items():
+        if value is not None and not allowed:
+            raise InputError(
+                f"the {what} of {value:g} is for local steps, which are not allowed: add "
+                "--allow-local-steps (allow_local_steps=True)"
+            )
+    for what, count in (("number of inner steps", inner_steps), ("number of fragments", fragments)):
+        if count is not None:
+            _at_least_one(what, count)
+    if inner_steps is not None and fragments is not None and fragments > inner_steps:
+        raise InputError(
+            f"{fragments} fragments cannot each have one of {inner_steps} inner steps: ask for at "
+            f"most {inner_steps} (--fragments {inner_steps})"
+        )
+    _above_zero("outer learning rate", outer_lr)
+    if outer_momentum is not None and not 0 <= outer_momentum < 1:
+        raise InputError(
+            f"an outer momentum of {outer_momentum:g} cannot be: give 0 to below 1, such as "
+            f"{OUTER_MOMENTUM:g}"
+        )
 
 
 def _fidelity(least: float | None, allow_lossy: bool) -> float:

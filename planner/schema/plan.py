@@ -2,8 +2,11 @@
 
 from typing import Literal
 
+import msgspec
+
 from .goal import Goal
 from .layout import Layout, Style
+from .local_steps import LocalSteps
 from .precision import Precision
 from .profile import UnitKind, check_batch_dims
 from .record import Bytes, Count, Document, Index, Record, Seconds
@@ -179,7 +182,9 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     fingerprint of its structure, ``precision`` is how it is to compute (none: as it was built).
     ``baseline`` is plain data parallelism on the same cluster with the same micro-batches, by the
     plan's schedule or as DDP does by default, whichever is quicker; ``baseline_fits`` says whether
-    that would fit in memory.
+    that would fit in memory. With ``local_steps`` each host trains by itself and hosts average what
+    they have learnt now and then: gradients are exchanged inside hosts only, and the prediction's
+    step is the mean over a round.
     """
 
     schema_version: int = 2
@@ -193,6 +198,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     schedule: ScheduleName = "barrier"
     placement: tuple[Index, ...]
     units: tuple[UnitPlan, ...]
+    local_steps: LocalSteps | None = None
     prediction: Prediction
     baseline: Prediction
     baseline_fits: bool = True
@@ -217,10 +223,37 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
         names = [u.name for u in self.units]
         if len(set(names)) != len(names):
             raise ValueError("a unit is listed twice")
+        if self.local_steps is not None:
+            self.local_steps.check(self.world_size, len(self.units))
 
     def unit(self, name: str) -> UnitPlan:
         """The decision for the unit of that name."""
         return next(u for u in self.units if u.name == name)
+
+    @property
+    def inside_host(self) -> "Plan":
+        """What the ranks of one host train by, numbered by their positions there: the plan itself
+        where hosts do not train apart. What it predicts stays that of the whole, but for memory."""
+        local = self.local_steps
+        if local is None:
+            return self
+        each = local.ranks_per_host(self.world_size)
+
+        def inside(unit: UnitPlan) -> UnitPlan:
+            groups = max(unit.layout.groups // local.hosts, 1)
+            layout = msgspec.structs.replace(unit.layout, groups=groups)
+            return msgspec.structs.replace(unit, layout=layout)
+
+        peaks = self.prediction.peak_bytes[:each]
+        return msgspec.structs.replace(
+            self,
+            world_size=each,
+            goal=msgspec.structs.replace(self.goal, batch=-(-self.goal.batch // local.hosts)),
+            placement=tuple(range(each)),
+            units=tuple(map(inside, self.units)),
+            local_steps=None,
+            prediction=msgspec.structs.replace(self.prediction, peak_bytes=peaks),
+        )
 
     @property
     def leaves_idle(self) -> bool:

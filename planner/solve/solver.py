@@ -16,6 +16,7 @@ from .heuristic.branches import side_by_side
 from .heuristic.least_memory import nothing_fits
 from .heuristic.schedules import any_schedule, shard_if_needed, widest
 from .heuristic.segmented import quicker_in_segments
+from .local_steps import apart_if_quicker
 from .problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
 
 PREFERENCE = ("integer", "lagrangian", "heuristic")
@@ -75,7 +76,8 @@ def solvers() -> tuple[str, ...]:
 # The integer program proves its objective, and the Lagrangian a bound on it, over all options of
 # the problem that they were given: one schedule, the allowances of that search, layouts that begin
 # at position 0, units that are recomputed one by one. Choosing between the searches above is a
-# prediction, not a proof. A plan that branches or segments made better has status ``heuristic``.
+# prediction, not a proof. A plan that branches or segments made better, or one with local steps,
+# has status ``heuristic``.
 # A report that nothing fits is a proof where it says "at least"; "enough" was tried only.
 
 
@@ -89,7 +91,16 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
        simplest first, each for its part of ``time_limit_s``.
     3. Each search that finds a plan is followed by those for branches side by side and segments.
     4. Where none finds a plan, the solver explains why, once for all of them.
+    5. Where the goal allows local steps, a plan with them is made too (``local_steps``).
     """
+    found = _solve_together(problem, solver, time_limit_s)
+    if not problem.goal.allow_local_steps:
+        return found
+    return apart_if_quicker(problem, found, lambda one: _solve_together(one, solver, time_limit_s))
+
+
+def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -> Result:
+    """``solve`` without local steps."""
     start = time.perf_counter()
     _load()
     name, reason = solver, "asked for"

@@ -10,6 +10,7 @@ from meshwright.executor.launch.losses import LossComparison, compare_losses_on_
 from meshwright.models.target import planned
 from meshwright.planner.explain.compare import with_wire
 from meshwright.planner.schema.errors import RunError
+from meshwright.planner.schema.local_steps import LocalSteps
 from meshwright.planner.schema.plan import Plan
 from plans import plan, scheduled, unit
 from torch import nn
@@ -73,3 +74,17 @@ def test_seeds_draw_other_parameters():
     weights = [next(planned("mlp", seed=seed).model.parameters()) for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+def test_hosts_that_train_apart_are_compared_with_exact_gradients(ranks):
+    local = LocalSteps(hosts=2, inner_steps=4)
+    chosen = msgspec.structs.replace(lossy(), local_steps=local)
+    goal = msgspec.structs.replace(chosen.goal, batch_statistics="local")
+    chosen = msgspec.structs.replace(chosen, goal=goal)
+    found, other = ranks(2)(compares, chosen)
+    assert found == other
+    first, _ = found.seeds
+    # Of the whole batch, which both hosts have parts of, before the first step.
+    assert first.exact[0] == pytest.approx(first.plan[0], rel=1e-6)
+    assert first.exact[1] != pytest.approx(first.plan[1], rel=1e-6)
+    assert 0.5 < found.ratio < 2

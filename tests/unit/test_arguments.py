@@ -27,6 +27,7 @@ RIGHT: dict[str, Any] = {
     "memory_limit_bytes": 2**30,
     "micro_batches": (1, 2),
     "min_fidelity": 0.9,
+    "inner_steps": 32,
     "time_limit_s": 30,
 }
 
@@ -44,6 +45,7 @@ RIGHT: dict[str, Any] = {
         ("micro_batches", "12", "(1, 2)"),
         ("micro_batches", (1, 2.0), "(1, 2)"),
         ("min_fidelity", "most", "0.9"),
+        ("inner_steps", 8.0, "32"),
         ("time_limit_s", "5", "seconds"),
     ],
 )

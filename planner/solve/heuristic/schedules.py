@@ -38,7 +38,7 @@ def any_schedule(problem: Problem, search: Search) -> Result | None:
     # Simulating what was decided for the barrier, and data parallelism, is quicker than a search.
     # Neither of them sends gradients in part, which may gain more than they show.
     promising = problem.goal.allow_lossy or any(
-        _clearly_better(problem, prediction, plain.plan)
+        clearly_better(problem, prediction, plain.plan)
         for decisions in (plain.decisions, None)
         for size in by_priority.slice_bytes
         for prediction in _by_priority(by_priority, plain.plan, decisions, size)
@@ -48,7 +48,7 @@ def any_schedule(problem: Problem, search: Search) -> Result | None:
     other = shard_if_needed(_within(by_priority, early_release=False), search)
     if other is None or other.plan is None:
         return plain
-    if _clearly_better(problem, other.plan.prediction, plain.plan):
+    if clearly_better(problem, other.plan.prediction, plain.plan):
         return _with_reason(other, "priority", plain)
     return _with_reason(plain, "barrier", other)
 
@@ -65,9 +65,7 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
             if plain is allowed or not _quicker_in_shards(problem, found, found.plan):
                 return found
             other = search(sharded)
-            if other.plan is None or not _clearly_better(
-                problem, other.plan.prediction, found.plan
-            ):
+            if other.plan is None or not clearly_better(problem, other.plan.prediction, found.plan):
                 return found
             return _with_reason(
                 other, "sharded exchange", found, "without and with sharded exchange"
@@ -159,7 +157,7 @@ def _quicker_in_shards(problem: Problem, found: Result, plan: Plan) -> bool:
     if problem.profile.device_type != "cpu":
         return False
     tried = _by_priority(problem, plan, found.decisions, plan.message_bytes)
-    return any(_clearly_better(problem, one, plan) for one in tried)
+    return any(clearly_better(problem, one, plan) for one in tried)
 
 
 def _by_priority(
@@ -178,7 +176,7 @@ def _by_priority(
             yield evaluation(model, sharded, schedule="priority").prediction
 
 
-def _clearly_better(problem: Problem, prediction: Prediction, plan: Plan) -> bool:
+def clearly_better(problem: Problem, prediction: Prediction, plan: Plan) -> bool:
     """Whether the goal's objective is less than the plan's by more than predictions may be off."""
     if problem.goal.objective == "time":
         return prediction.step_s < plan.prediction.step_s * (1 - WORTHWHILE)

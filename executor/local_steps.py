@@ -1,0 +1,273 @@
+"""Local steps: hosts train by themselves, and average what they have learnt now and then."""
+
+# [Note: Local steps]
+# Each host is a world by itself (comm/groups.py): headers, votes, gradients and statistics stay
+# inside it, and its ranks train by the part of the plan that concerns a host
+# (``Plan.inside_host``). What hosts exchange hangs on the end of each optimizer step, as that is
+# where every loop comes by equally often on every rank. Which fragment leaves or arrives there
+# follows from the number of the step alone (``LocalSteps.leaving``), so that all ranks issue the
+# same collectives in one order.
+#
+# Those parameters of a fragment that the same ranks of a host hold alike are one flat tensor, of
+# which each of these ranks has a part: it keeps the agreed copy and the outer momentum of that part
+# only, sends that part only over the link between hosts, and what comes of it is gathered inside
+# the host. So the link carries each parameter once, however many ranks a host has, and all ranks of
+# a host go on from the same bits. Hosts have the same agreed copies, as an all-reduce leaves the
+# same bits on all.
+#
+# All of it is issued by the thread that trains, on groups of its own.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..planner.cost.collectives import ring_bytes
+from ..planner.schema.errors import InputError
+from ..planner.schema.local_steps import LocalSteps
+from .comm.groups import Group, World
+from .comm.watchdog import Watchdog
+from .gradients.buckets import GradParam
+from .gradients.pending import bare
+
+Issued = Callable[[str, int, Group], None]
+
+
+class AgreedPart:
+    """This rank's part of parameters that all ranks of ``inside`` hold alike: the copy that hosts
+    agree on, and the momentum of the outer optimizer."""
+
+    def __init__(self, params: Sequence[GradParam], inside: Group) -> None:
+        self.inside = inside
+        self._params = params
+        tensors = [_real(param) for param in params]
+        numel = sum(t.numel() for t in tensors)
+        # Equal parts, as what is gathered from; the last may go beyond the end.
+        self.size = -(-numel // inside.size)
+        self._begin = self.size * inside.member
+        dtype = tensors[0].dtype
+        # In 16 bits the small steps of an average would be lost.
+        self.dtype = dtype if dtype.itemsize >= 4 else torch.float32
+        self.agreed = self.present()
+        self.momentum = torch.zeros_like(self.agreed)
+
+    def present(self) -> Tensor:
+        """This rank's part of the parameters as they are now."""
+        found = _real(self._params[0]).new_zeros(self.size, dtype=self.dtype)
+        for own, part in self._overlaps():
+            found[own].copy_(part)
+        return found
+
+    def _overlaps(self) -> Iterator[tuple[slice, Tensor]]:
+        """Where in this rank's part a tensor's elements lie, and these."""
+        start = 0
+        for param in self._params:
+            tensor = _real(param)
+            first, last = start - self._begin, start - self._begin + tensor.numel()
+            own = slice(max(first, 0), min(last, self.size))
+            if own.start < own.stop:
+                yield own, tensor.reshape(-1)[own.start - first : own.stop - first]
+            start += tensor.numel()
+
+    def write(self, part: Tensor, watch: Watchdog, issued: Issued, doing: str) -> None:
+        """Makes the parameters what the ranks of the host have as their parts. Collective among
+        them."""
+        whole = part
+        if self.inside.handle is not None:
+            whole = part.new_empty(self.size * self.inside.size)
+            sent = ring_bytes("all_gather", self.inside.size, whole.nbytes)
+            issued(doing, sent, self.inside)
+            # Parts lie in the order of members, and torch gathers in that of its own numbers.
+            parts = whole.view(self.inside.size, self.size)
+            by_number = [parts[member] for member in _by_number(self.inside)]
+            work = dist.all_gather(by_number, part, group=self.inside.handle, async_op=True)
+            watch.wait(work, self.inside, doing)
+        start = 0
+        for param in self._params:
+            tensor = _real(param)
+            tensor.copy_(whole[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+            # What autograd has saved of it is not what it saved any more.
+            torch.autograd.graph.increment_version(param.parameter)
+
+    def step(self, moved: Tensor, local: LocalSteps) -> None:
+        """The outer optimizer's step: SGD with Nesterov momentum, by how far hosts have ``moved``
+        from the agreed copy in the mean."""
+        self.momentum.mul_(local.outer_momentum).add_(moved)
+        # As torch's SGD computes it.
+        self.agreed.sub_(moved.add(self.momentum, alpha=local.outer_momentum), alpha=local.outer_lr)
+
+
+def _by_number(group: Group) -> list[int]:
+    """The members in the order in which torch numbers their ranks."""
+    return sorted(range(group.size), key=group.ranks.__getitem__)
+
+
+@dataclass
+class _FragmentMessage:
+    """What hosts add up, on its way; ``work`` is None when it has come."""
+
+    tensor: Tensor
+    work: dist.Work | None
+
+
+class HostsApart:
+    """What hosts average: the parameters, fragment by fragment, and at a round's end the buffers
+    that training changes. ``waited_s`` are seconds that this rank has waited for other hosts."""
+
+    def __init__(
+        self,
+        local: LocalSteps,
+        world: World,
+        watch: Watchdog,
+        params: Sequence[GradParam],
+        buffers: Sequence[Tensor],
+        issued: Issued,
+    ) -> None:
+        assert world.apart is not None, "made where hosts train apart"
+        self.local, self._world, self._watch, self._issued = local, world, watch, issued
+        self._apart = world.apart
+        self._params = [p for p in params if p.parameter.requires_grad]
+        self._frozen = [p for p in params if not p.parameter.requires_grad]
+        self.fragments = [self._parts_of(n) for n in range(len(local.fragments))]
+        self._buffers = [b for b in buffers if b.is_floating_point()]
+        self._in_flight: dict[int, list[_FragmentMessage]] = {}
+        self.step_number = 0
+        self.waited_s = 0.0
+
+    def _parts_of(self, fragment: int) -> list[AgreedPart]:
+        """What of a fragment can be one flat tensor."""
+        kinds: dict[tuple[object, ...], list[GradParam]] = {}
+        for param in self._params:
+            if self.local.fragment_of(param.unit) == fragment:
+                tensor = param.parameter
+                kinds.setdefault((param.degree, tensor.dtype, tensor.device), []).append(param)
+        return [AgreedPart(alike, self._world.agreed[alike[0].degree]) for alike in kinds.values()]
+
+    @torch.no_grad()
+    def stepped(self, finish_steps: Callable[[], None]) -> None:
+        """The optimizer has made a step: what leaves now is sent, what is due is applied.
+        ``finish_steps`` applies what a step has left for later."""
+        self.step_number += 1
+        leaving = self.local.leaving(self.step_number)
+        arriving = self.local.arriving(self.step_number)
+        if leaving is None and arriving is None:
+            return
+        finish_steps()
+        if leaving is not None:
+            self._send(leaving)
+        if arriving is not None:
+            self._apply(arriving)
+
+    def _send(self, fragment: int) -> None:
+        thawed = next((p for p in self._frozen if p.parameter.requires_grad), None)
+        if thawed is not None:
+            raise InputError(
+                f"parameter {thawed.name!r} is trained since the plan with local steps was "
+                "applied, and hosts would not average it: let it require a gradient before"
+            )
+        doing = self._doing(fragment)
+        tensors = [part.agreed - part.present() for part in self.fragments[fragment]]
+        if self._ends_round(fragment):
+            tensors += [buffer.clone() for buffer in self._buffers]
+        self._in_flight[fragment] = [self._start(tensor, doing) for tensor in tensors]
+
+    def _start(self, tensor: Tensor, doing: str) -> _FragmentMessage:
+        sent = ring_bytes("all_reduce", self._apart.size, tensor.nbytes)
+        self._issued(doing, sent, self._apart)
+        work = dist.all_reduce(tensor, group=self._apart.handle, async_op=True)
+        assert work is not None, "it was asked for"
+        self._watch.follow(work, doing)
+        return _FragmentMessage(tensor, work)
+
+    def _apply(self, fragment: int) -> None:
+        doing, parts, share = self._doing(fragment), self.fragments[fragment], self.local.mixing
+        sums = self._arrived(fragment)
+        for part, total in zip(parts, sums, strict=False):
+            part.step(total.div_(self.local.hosts), self.local)
+            # The agreed copy itself where nothing is kept: the same bits on all hosts.
+            new = part.agreed if share == 1 else torch.lerp(part.present(), part.agreed, share)
+            part.write(new, self._watch, self._issued, f"{doing} inside the host")
+        for buffer, total in zip(self._buffers, sums[len(parts) :], strict=False):
+            buffer.copy_(total.div_(self.local.hosts))
+        del self._in_flight[fragment]
+
+    def _arrived(self, fragment: int) -> list[Tensor]:
+        """What hosts have added up of a fragment. Waits for it."""
+        for message in self._in_flight[fragment]:
+            if message.work is not None:
+                self.waited_s += self._watch.wait(message.work, self._apart, self._doing(fragment))
+                message.work = None
+        return [message.tensor for message in self._in_flight[fragment]]
+
+    def _ends_round(self, fragment: int) -> bool:
+        return fragment == len(self.fragments) - 1
+
+    def _doing(self, fragment: int) -> str:
+        return f"the average over hosts of fragment {fragment}"
+
+    # -- what is agreed on, and what is saved ------------------------------------------------------
+
+    @contextmanager
+    def agreed_values(self) -> Iterator[None]:
+        """While inside, parameters are the copies that hosts agree on. Collective in a host."""
+        before = [_real(p).clone() for p in self._params]
+        with torch.no_grad():
+            for part in (part for parts in self.fragments for part in parts):
+                part.write(part.agreed, self._watch, self._issued, "the agreed parameters")
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for param, tensor in zip(self._params, before, strict=True):
+                    _real(param).copy_(tensor)
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on from here, besides the states of model and optimizer. Waits for
+        what is on its way."""
+        parts = [part for parts in self.fragments for part in parts]
+        return {
+            "step": self.step_number,
+            "agreed": [part.agreed.clone() for part in parts],
+            "momentum": [part.momentum.clone() for part in parts],
+            "in_flight": {
+                fragment: [tensor.clone() for tensor in self._arrived(fragment)]
+                for fragment in self._in_flight
+            },
+        }
+
+    def check(self, state: Any) -> str | None:
+        """What does not fit in a state that was saved, or None."""
+        parts = [part for parts in self.fragments for part in parts]
+        if not isinstance(state, dict) or {"step", "agreed", "momentum", "in_flight"} - {*state}:
+            return "says nothing of local steps"
+        saved = [tuple(tensor.shape) for tensor in state["agreed"]]
+        if saved != [tuple(part.agreed.shape) for part in parts]:
+            return "holds agreed copies of other sizes"
+        return None
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from what ``state`` gave."""
+        parts = [part for parts in self.fragments for part in parts]
+        for part, agreed, momentum in zip(parts, state["agreed"], state["momentum"], strict=True):
+            part.agreed.copy_(agreed)
+            part.momentum.copy_(momentum)
+        for fragment in list(self._in_flight):
+            self._arrived(fragment)  # what it was for is gone
+        self.step_number = state["step"]
+        self._in_flight = {
+            fragment: [_FragmentMessage(tensor.clone(), None) for tensor in tensors]
+            for fragment, tensors in state["in_flight"].items()
+        }
+
+
+def _real(param: GradParam) -> Tensor:
+    """A parameter's memory, of a complex one as pairs of real numbers."""
+    tensor = bare(param.parameter).detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

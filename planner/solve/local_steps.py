@@ -1,0 +1,312 @@
+"""Plans whose hosts train apart: the part of a host planned by itself, and the shortest round that
+hides the links between hosts.
+
+What changes the training as much as this is planned last, where the user has allowed it by name,
+and taken only where it is predicted to be clearly quicker than the best plan without.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, floor
+
+import msgspec
+
+from ..cost.collectives import Fabric
+from ..cost.cost import CostModel
+from ..cost.fragments import FRAGMENTS, FragmentCost, first_units, fragment_bytes, fragment_cost
+from ..schema.cluster import Cluster
+from ..schema.errors import InputError
+from ..schema.goal import Goal, Pin
+from ..schema.layout import Layout
+from ..schema.local_steps import MIXING, MOST_INNER_STEPS, LocalSteps
+from ..schema.plan import SHARDING, Moment, Plan, Prediction, UnitPlan
+from ..schema.precision import is_scaled
+from ..schema.profile import ModelProfile
+from ..schema.record import fingerprint
+from ..simulate.local_round import Round, simulate_round
+from .evaluate import decisions_of, limits_bytes, make_plan
+from .heuristic.resize import resized
+from .heuristic.schedules import Search, clearly_better
+from .problem import Problem, Result
+
+HIDDEN = 0.01
+"""A link is hidden where steps wait for it no longer than this share of a step."""
+MOST_DELAY = 0.5
+"""The largest part of a round that an average may come late: what a host has learnt since it sent
+its part, the average knows nothing of, and half of it is given up (``MIXING``)."""
+
+
+def apart_if_quicker(problem: Problem, together: Result, search: Search) -> Result:
+    """What was found ``together``, or a plan with local steps where that is clearly quicker."""
+    why = cannot(problem)
+    if why is not None:
+        return _told(together, f"no local steps: {why}")
+    inner = search(_of_host(problem))
+    if inner.plan is None:
+        return _told(together, "no local steps: nothing fits in the memory of a host's ranks then")
+    plan = _whole(problem, inner.plan, together.plan)
+    limit_s = problem.goal.undisturbed_limit_s
+    late = limit_s is not None and plan.prediction.step_s > limit_s
+    if late or (
+        together.plan is not None and not clearly_better(problem, plan.prediction, together.plan)
+    ):
+        words = f"with local steps {plan.prediction.step_s:.3g} s, which is not clearly quicker"
+        return _told(together, words)
+    return Result(
+        inner.solver,
+        "heuristic",
+        objective_s=plan.prediction.step_s,
+        plan=plan,
+        seconds=together.seconds + inner.seconds,
+        reason=f"{inner.reason}; hosts train apart",
+    )
+
+
+def cannot(problem: Problem) -> str | None:
+    """Why a problem has no plan with local steps, or None."""
+    hosts = problem.cluster.nodes
+    if not problem.capability.local_steps:
+        return "they cannot be run"
+    if len(hosts) < 2:
+        return "there is one host only"
+    if len({len(host.devices) for host in hosts}) > 1:
+        return "hosts have different numbers of devices"
+    if problem.goal.batch < problem.cluster.world_size:
+        return f"a batch of {problem.goal.batch} leaves ranks without samples"
+    if is_scaled(problem.profile.precision):
+        return f"under precision {problem.profile.precision} hosts leave out different steps"
+    if problem.goal.batch_statistics == "global":
+        return "batch statistics of the whole batch are not shared by hosts"
+    return None
+
+
+def _told(result: Result, words: str) -> Result:
+    return result._replace(reason="; ".join(filter(None, (result.reason, words))))
+
+
+# -- the part of a host ----------------------------------------------------------------------------
+
+
+def host_cluster(cluster: Cluster) -> Cluster:
+    """One host of a cluster by itself."""
+    return resized(cluster, len(cluster.nodes[0].devices))
+
+
+def _of_host(problem: Problem) -> Problem:
+    """What the ranks of one host are to train by: gradients stay inside it, whole and exact."""
+    hosts = len(problem.cluster.nodes)
+    known = problem.capability
+    capability = msgspec.structs.replace(
+        known,
+        exchange=tuple(e for e in known.exchange if e not in SHARDING),
+        idle_positions=False,
+        branches=False,
+        by_host=False,
+    )
+    apart_bytes = kept_bytes(problem.profile, problem.cluster)
+    limits = limits_bytes(CostModel(problem.profile, problem.cluster, problem.goal))
+    goal = msgspec.structs.replace(
+        problem.goal,
+        batch=ceil(problem.goal.batch / hosts),
+        # What cannot be kept is found out by the search, which is told of at least one byte.
+        memory_limit_bytes=max(min(limits) - apart_bytes, 1),
+        allow_lossy=False,
+        min_fidelity=1.0,
+        pins=tuple(_inside(pin, hosts) for pin in problem.goal.pins),
+        allow_local_steps=False,
+        inner_steps=None,
+        fragments=None,
+    )
+    return replace(
+        problem,
+        cluster=host_cluster(problem.cluster),
+        goal=goal,
+        capability=capability,
+        placement=None,
+        explains=False,
+        progress=None,
+    )
+
+
+def _inside(pin: Pin, hosts: int) -> Pin:
+    """A pin whose layouts are of all hosts, for one of them."""
+
+    def of_host(layouts: Sequence[Layout]) -> tuple[Layout, ...]:
+        return tuple(
+            msgspec.structs.replace(layout, groups=layout.groups // hosts)
+            for layout in layouts
+            if layout.groups % hosts == 0
+        )
+
+    only = of_host(pin.only)
+    # Of layouts that all go beyond a host none is left, which must not read as any: one that no
+    # host has keeps the search from a plan.
+    if pin.only and not only:
+        only = pin.only
+    return msgspec.structs.replace(pin, only=only, never=of_host(pin.never))
+
+
+def kept_bytes(profile: ModelProfile, cluster: Cluster) -> int:
+    """What a rank keeps besides for local steps: its part of the agreed copy, of the outer momentum
+    and of messages on their way."""
+    return ceil(3 * sum(_trained_bytes(profile)) / len(cluster.nodes[0].devices))
+
+
+def _trained_bytes(profile: ModelProfile) -> list[int]:
+    """The bytes of each unit's own parameters that are trained."""
+    seen: set[str] = set()
+    sizes = []
+    for unit in profile.units:
+        own = [p for p in unit.parameters if p.trainable and p.shared not in seen]
+        seen |= {p.shared for p in own}
+        sizes.append(sum(p.bytes for p in own))
+    return sizes
+
+
+# -- the round -------------------------------------------------------------------------------------
+
+
+class _Rounds:
+    """The rounds of which one is to be chosen, for hosts whose step by itself takes so long."""
+
+    def __init__(
+        self, profile: ModelProfile, cluster: Cluster, goal: Goal, inner_step_s: float
+    ) -> None:
+        self._cluster, self._goal, self._step_s = cluster, goal, inner_step_s
+        self._sizes, self._hosts = _trained_bytes(profile), len(cluster.nodes)
+        self._fabric = Fabric(cluster, tuple(range(cluster.world_size)))
+        # The outer update is SGD with momentum, and its part is packed as a gradient is.
+        overhead = cluster.overhead_of(sliced=False)
+        self._rate = profile.update_seconds_per_byte("momentum") + 2 * overhead.byte_s
+        self._cut: dict[int, tuple[tuple[int, ...], list[FragmentCost]]] = {}
+
+    def fragments(self, count: int) -> tuple[tuple[int, ...], list[FragmentCost]]:
+        """The first units of at most ``count`` fragments, and what these take."""
+        if count not in self._cut:
+            first = first_units(self._sizes, count)
+            sizes = fragment_bytes(self._sizes, first)
+            costs = [fragment_cost(self._fabric, self._hosts, b, self._rate) for b in sizes]
+            self._cut[count] = first, costs
+        return self._cut[count]
+
+    def of(self, length: int) -> tuple[LocalSteps, Round, list[FragmentCost]]:
+        """The round of so many inner steps, what it is predicted to take, and its exchanges."""
+        first, costs = self.fragments(min(self._goal.fragments or FRAGMENTS, length))
+        links = self._cluster.interference
+        longest_s = links.communication_slowdown * max(cost.message_s for cost in costs)
+        needed = ceil(longest_s / self._step_s) if self._step_s else 0
+        delay = min(needed, floor(MOST_DELAY * length))
+        local = LocalSteps(
+            hosts=self._hosts, inner_steps=length, fragments=first, delay=delay,
+            outer_lr=self._goal.outer_lr, outer_momentum=self._goal.outer_momentum,
+            mixing=MIXING if delay else 1.0,
+        )  # fmt: skip
+        return local, simulate_round(local, self._step_s, costs, links), costs
+
+    def shortest(self) -> tuple[LocalSteps, Round, list[FragmentCost]]:
+        """The shortest round that hides the links, or the longest where none does."""
+        least, most = 1, MOST_INNER_STEPS
+        while least < most:
+            middle = (least + most) // 2
+            if self.of(middle)[1].exposed_s <= HIDDEN * self._step_s:
+                most = middle
+            else:
+                least = middle + 1
+        return self.of(most)
+
+
+def _whole(problem: Problem, inner: Plan, together: Plan | None) -> Plan:
+    """The plan of all hosts, of the plan of one."""
+    profile, cluster, goal = problem.profile, problem.cluster, problem.goal
+    rounds = _Rounds(profile, cluster, goal, inner.prediction.step_s)
+    asked = goal.inner_steps
+    local, found, costs = rounds.shortest() if asked is None else rounds.of(asked)
+    each, hosts = inner.world_size, local.hosts
+    if together is None:
+        together = make_plan(profile, cluster, goal)
+    placement = tuple(h * each + place for h in range(hosts) for place in inner.placement)
+    plan = msgspec.structs.replace(
+        inner,
+        world_size=cluster.world_size,
+        goal=goal,
+        placement=placement,
+        units=tuple(_on_all_hosts(unit, hosts) for unit in inner.units),
+        local_steps=local,
+        prediction=_prediction(problem, inner, local, found, costs),
+        baseline=together.baseline,
+        baseline_fits=together.baseline_fits,
+        provenance=msgspec.structs.replace(
+            inner.provenance,
+            status="heuristic",
+            bound_s=None,
+            gap=None,
+            cluster=fingerprint(cluster),
+        ),
+    )
+    executor = problem.executor or problem.capability
+    return msgspec.structs.replace(plan, hypothetical=executor.refusals(plan))
+
+
+def _on_all_hosts(unit: UnitPlan, hosts: int) -> UnitPlan:
+    layout = msgspec.structs.replace(unit.layout, groups=unit.layout.groups * hosts)
+    return msgspec.structs.replace(unit, layout=layout)
+
+
+def _prediction(
+    problem: Problem, inner: Plan, local: LocalSteps, found: Round, costs: Sequence[FragmentCost]
+) -> Prediction:
+    """The mean step of a round, of the step that a host makes by itself."""
+    own, length = inner.prediction, local.inner_steps
+    more_s = found.step_s - own.step_s
+    wider = found.step_s / own.step_s if own.step_s else 1.0
+    kept = kept_bytes(problem.profile, problem.cluster)
+    return msgspec.structs.replace(
+        own,
+        step_s=found.step_s,
+        compute_s=own.compute_s + found.slowed_s,
+        blocking_s=own.blocking_s + found.applied_s,
+        exposed_s=own.exposed_s + found.exposed_s,
+        exchange_s=max(own.exchange_s, sum(cost.message_s for cost in costs) / length),
+        wire_bytes=own.wire_bytes + round(sum(cost.sent_bytes for cost in costs) / length),
+        peak_bytes=tuple(peak + kept for peak in own.peak_bytes) * local.hosts,
+        gpu_seconds=local.hosts * (own.gpu_seconds + inner.world_size * more_s),
+        samples_per_s=problem.goal.batch / found.step_s if found.step_s else 0.0,
+        fullest=_with_kept(own.fullest, kept),
+        low_s=None if own.low_s is None else own.low_s * wider,
+        high_s=None if own.high_s is None else own.high_s * wider,
+    )
+
+
+def _with_kept(moment: Moment | None, kept_bytes: int) -> Moment | None:
+    """The moment with what is kept for local steps: two thirds as state, the rest on its way."""
+    if moment is None:
+        return None
+    on_its_way = kept_bytes // 3
+    return msgspec.structs.replace(
+        moment,
+        optimizer=moment.optimizer + kept_bytes - on_its_way,
+        buffers=moment.buffers + on_its_way,
+    )
+
+
+def refuse_local_steps(plan: Plan, done: str) -> None:
+    """Raises ``InputError`` for a plan whose hosts train apart, which cannot be ``done``."""
+    if plan.local_steps is not None:
+        raise InputError(
+            f"a plan with local steps cannot be {done}: take one that was planned without "
+            "--allow-local-steps"
+        )
+
+
+def plan_of_host(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Plan, Cluster]:
+    """A plan with local steps as the ranks of one host train by it, with the prediction of that
+    host by itself, and this host; another plan and its cluster as they are."""
+    if plan.local_steps is None:
+        return plan, cluster
+    inner, host = plan.inside_host, host_cluster(cluster)
+    goal = msgspec.structs.replace(inner.goal, allow_local_steps=False)
+    made = make_plan(
+        profile, host, goal, decisions_of(inner), plan.micro_batches, inner.placement,
+        schedule=plan.schedule, message_bytes=plan.message_bytes,
+    )  # fmt: skip
+    return msgspec.structs.replace(made, hypothetical=plan.hypothetical), host

@@ -1,0 +1,116 @@
+"""What the commands say of plans whose hosts train apart."""
+
+from __future__ import annotations
+
+import json
+
+import meshwright as mw
+import pytest
+from meshwright.cli.render.advice import advice_sentence
+from meshwright.planner.explain.advice import Advice, Way
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.record import load, save
+from meshwright.planner.schema.report import Figures, RunReport
+
+from tests.strategies import chain_profile, cluster, linear
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A profile, and clusters of two hosts with slow links and with fast ones."""
+    units = [linear(f"fc{i}", 512, 512, 1e-6) for i in range(3)]
+    profile = chain_profile(units, updates=(("sgd", 1e-12), ("momentum", 1e-12)))
+    paths = [tmp_path / f"{name}.json" for name in ("profile", "slow", "fast")]
+    made = (profile, cluster(2, inter=50e6 / 8), cluster(2, inter=10e9 / 8))
+    for record, path in zip(made, paths, strict=True):
+        save(record, path)
+    return paths
+
+
+def test_plan_says_how_hosts_train_apart(meshwright, files, tmp_path):
+    profile, slow, fast = files
+    out = tmp_path / "plan.json"
+    command = ("--batch", 4096, "--solver", "heuristic", "--schedule", "barrier")
+    done = meshwright("plan", profile, "-c", slow, *command, "--allow-local-steps", "-o", out)
+    assert done.code == 0, done.err
+    local = load(Plan, out).local_steps
+    said = " ".join(done.out.split())
+    assert "The 2 hosts train apart (local steps, DiLoCo)" in said
+    assert f"is averaged once in {local.inner_steps} steps" in said
+    assert "That changes the training" in said
+    assert "Bound by computing" in said
+    assert "note: hosts do not train apart" not in done.err
+
+    explained = meshwright("explain", out, "--profile", profile, "--cluster", slow, "--no-what-if")
+    assert "The 2 hosts train apart" in " ".join(explained.out.split())
+    memory = meshwright(
+        "explain", out, "--profile", profile, "--cluster", slow, "--memory", "--json"
+    )
+    assert json.loads(memory.out)
+    beside = meshwright("compare", out, out, "--json")
+    assert json.loads(beside.out)["units"] == []
+
+    asked = meshwright(
+        "plan", profile, "-c", slow, *command, "--allow-local-steps", "--inner-steps", 10,
+        "--fragments", 2, "--outer-lr", 0.5, "--outer-momentum", 0, "--json",
+    )  # fmt: skip
+    made = json.loads(asked.out)["local_steps"]
+    assert (made["inner_steps"], len(made["fragments"])) == (10, 2)
+    assert (made["outer_lr"], made["outer_momentum"]) == (0.5, 0.0)
+
+    quick = meshwright("plan", profile, "-c", fast, *command, "--allow-local-steps")
+    assert "note: hosts do not train apart" in " ".join(quick.err.split())
+    assert "train apart" not in quick.out
+
+
+def test_what_is_only_for_local_steps_needs_them(meshwright, files):
+    profile, slow, _ = files
+    done = meshwright("plan", profile, "-c", slow, "--batch", 64, "--inner-steps", 8)
+    assert done.code == 2
+    assert "add --allow-local-steps" in done.sentence
+
+
+@pytest.fixture
+def made(files):
+    profile, slow, _ = (load(kind, path) for kind, path in zip(KINDS, files, strict=True))
+    goal = mw.Goal(batch=4096, allow_local_steps=True)
+    return mw.plan(profile, slow, goal, solver="heuristic", schedule="barrier"), profile, slow
+
+
+KINDS = (mw.ModelProfile, mw.Cluster, mw.Cluster)
+
+
+def test_what_cannot_be_done_with_such_a_plan(made):
+    plan, profile, slow = made
+    assert plan.local_steps is not None
+    with pytest.raises(InputError, match=r"hosts train apart.*verify --steps 50"):
+        mw.verify(plan)
+    figures = Figures(step_s=1.0)
+    report = RunReport(
+        target=plan.target, world_size=2, steps=3, predicted=figures, measured=figures,
+        data_parallel=figures,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="local steps cannot be held against a run"):
+        mw.calibrate(plan, report, profile, slow)
+    with pytest.raises(InputError, match="local steps cannot be simulated beside others"):
+        mw.multiplex([plan], profiles=[profile], clusters=[slow])
+
+
+def test_advise_recommends_them_last():
+    def way(name, changes, gain, **more):
+        return Way(
+            name=name, changes=changes, ranks=2, batch=8, step_s=1 / gain, samples_per_s=8 * gain,
+            gain=gain, **more,
+        )  # fmt: skip
+
+    ways = (
+        way("plan with local steps", "algorithm", 9.0, inner_steps=32),
+        way("plan with bfloat16 gradients", "rounding", 2.0),
+        way("exact plan", "nothing", 1.5),
+    )
+    found = Advice(target="net", batch=8, ranks=2, compute_s=1.0, exchange_s=9.0, ways=ways)
+    said = advice_sentence(found)
+    assert "plan with bfloat16 gradients is 2.00 times as fast and changes the rounding" in said
+    assert "the plan with local steps is 9.00 times as fast in rounds of 32 inner steps" in said
+    assert said.endswith("changes the algorithm.")
