@@ -393,3 +393,12 @@ class MemoryModel:
             max((c.received_bytes for c in into), default=0.0),
             max((c.returning_bytes for c in back), default=0.0),
         )
+
+
+def memory_of(model: CostModel) -> MemoryModel:
+    """The memory model of a cost model, made once: it remembers what each option holds."""
+    # Kept by the cost model itself: the two refer to each other, so a table of them, weak or not,
+    # would keep both alive.
+    memory: MemoryModel = vars(model).get("_memory") or MemoryModel(model)
+    vars(model)["_memory"] = memory
+    return memory

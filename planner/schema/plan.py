@@ -179,7 +179,8 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     fingerprint of its structure, ``precision`` is how it is to compute (none: as it was built).
     ``baseline`` is plain data parallelism on the same cluster with the same micro-batches, by the
     plan's schedule or as DDP does by default, whichever is quicker; ``baseline_fits`` says whether
-    that would fit in memory.
+    that would fit in memory. ``reserve_bytes`` is
+    what was taken off a device's memory (the most of one), where that is the limit.
     """
 
     schema_version: int = 2
@@ -196,6 +197,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     prediction: Prediction
     baseline: Prediction
     baseline_fits: bool = True
+    reserve_bytes: Bytes = 0
     hypothetical: tuple[str, ...] = ()
     provenance: Provenance
 
