@@ -63,7 +63,7 @@ def test_units_that_work_longest_come_first() -> None:
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_plan_takes_more_of_the_host(solver: str, count: int) -> None:
-    # In the backward of the last unit: three that are kept, its own feature maps and their gradient,
+    # In the backward of the last unit: three that are kept, its own feature maps, their gradient,
     # and what comes back for the one before it. With one unit away it would be another one more.
     limit = 64 * KIB * 6 + 8 * KIB
     capability = msgspec.structs.replace(
