@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..executor.launch.moments import now, seconds_between
+from ..executor.comm.moments import now, seconds_between
 from ..planner.schema.cluster import Collective, CollectiveCurve
 from ..planner.schema.curve import Curve
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from ..executor.launch.moments import Moment, now, seconds_between
+from ..executor.comm.moments import Moment, now, seconds_between
 from ..executor.launch.start import device_name, memory_bytes, software
 from ..planner.cost.collectives import Fabric, rings
 from ..planner.schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node

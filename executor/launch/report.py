@@ -21,9 +21,10 @@ from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record, load, save
 from ...planner.schema.report import BackgroundFigures, Figures, RunReport, predicted_figures
 from ..background.protocol import State
+from ..comm.moments import Moment, now, seconds_between
 from ..comm.steps import after_each_step
+from ..comm.stream_waits import Held
 from ..parallel import run_of
-from .moments import Moment, now, seconds_between
 from .train import Measured
 
 # The file of the plan that ``auto_parallelize`` is to apply.
@@ -104,15 +105,17 @@ class _StepRecorder:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._run = run_of(model)
         self._device = device_of(model)
-        # (moment, seconds waited in redistribution, seconds waited for gradients), each up to then.
-        self._seen: list[tuple[Moment, float, float]] = []
+        # (moment, seconds waited in redistribution, seconds waited for gradients), each up to then,
+        # and what held a device's stream since the moment before.
+        self._seen: list[tuple[Moment, float, float, Held]] = []
+        self._run.watch.stream_waits.begin()
         after_each_step(model.parameters(), optimizer, self._stepped)
 
     def _stepped(self, _: torch.optim.Optimizer) -> None:
         if self._device.type == "cuda" and len(self._seen) == WARM_UP:
             torch.cuda.reset_peak_memory_stats(self._device)
         waited_s = self._run.meter.seconds, self._run.gradients.exposed_s
-        self._seen.append((now(self._device), *waited_s))
+        self._seen.append((now(self._device), *waited_s, self._run.watch.stream_waits.take()))
 
     def figures(self) -> RankFigures | None:
         """Medians over the steps after the warm-up; None where too few were made."""
@@ -120,7 +123,8 @@ class _StepRecorder:
         steps = [
             [
                 seconds_between(before[0], after[0]),
-                *(later - earlier for earlier, later in zip(before[1:], after[1:], strict=True)),
+                after[1] - before[1] + after[3].blocking_s,
+                after[2] - before[2] + after[3].exposed_s,
             ]
             for before, after in pairwise(self._seen[first:])
         ]

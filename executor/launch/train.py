@@ -23,13 +23,14 @@ from ...planner.schema.plan import Plan
 from ...planner.schema.precision import is_scaled
 from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
+from ..comm.moments import Moment, now, seconds_between
+from ..comm.stream_waits import Held
 from ..gradients.dropping import DroppedGradGroup
 from ..gradients.reshard import resident_parameters
 from ..micro import micro_batches
 from ..optimizer.kinds import optimizer_for
 from ..parallel import is_parallel, run_of
 from ..run import Run
-from .moments import Moment, now, seconds_between
 
 # Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015).
 LEARNING_RATE = 1e-3
@@ -71,6 +72,7 @@ class LaunchedStep:
     end: Moment
     blocking_s: float
     exposed_s: float
+    held: Held
     wire_bytes: int
 
     def spent(self) -> Spent:
@@ -78,8 +80,8 @@ class LaunchedStep:
         return Spent(
             loss=float(self.loss),
             step_s=seconds_between(self.start, self.end),
-            blocking_s=self.blocking_s,
-            exposed_s=self.exposed_s,
+            blocking_s=self.blocking_s + self.held.blocking_s,
+            exposed_s=self.exposed_s + self.held.exposed_s,
             update_s=seconds_between(self.before_update, self.end),
             wire_bytes=self.wire_bytes,
         )
@@ -215,6 +217,7 @@ def take_step(
     device = device_of(workload.model)
     mine = share_of(batch, run).to(device)
     blocking, exposed, sent = run.meter.seconds, run.gradients.exposed_s, run.meter.sent_bytes
+    run.watch.stream_waits.begin()
     start = now(device)
     # On the device: to read each loss would make the host wait for it.
     loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -237,6 +240,7 @@ def take_step(
         end=now(device),
         blocking_s=run.meter.seconds - blocking,
         exposed_s=run.gradients.exposed_s - exposed,
+        held=run.watch.stream_waits.take(),
         wire_bytes=run.meter.sent_bytes - sent,
     )
 
