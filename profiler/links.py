@@ -427,13 +427,13 @@ def _end_of(works: Sequence[dist.Work], device: torch.device) -> Moment:
             work.wait()
         return now(device)
     # A stream of its own waits for it: the one that computes would tell when both are over.
-    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(beside):
+    waiting = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(waiting):
         for work in works:
             work.wait()
         moment = now(device)
     # The message's memory must not be written again before.
-    torch.cuda.current_stream(device).wait_stream(beside)
+    torch.cuda.current_stream(device).wait_stream(waiting)
     return moment
 
 

@@ -25,7 +25,7 @@ from ..comm.moments import Moment, now, seconds_between
 from ..comm.steps import after_each_step
 from ..comm.stream_waits import Held
 from ..parallel import run_of
-from .train import Measured
+from .train import Measured, reserved_at_most
 
 # The file of the plan that ``auto_parallelize`` is to apply.
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
@@ -72,7 +72,9 @@ def report_of_script(plan: Plan, ranks: Iterable[RankFigures]) -> RunReport:
     slowest = max((rank.figures for rank in found), key=lambda figures: figures.step_s)
     peaks = [rank.figures.peak_bytes for rank in found]
     fullest = max((peak for peak in peaks if peak is not None), default=None)
-    figures = msgspec.structs.replace(slowest, peak_bytes=fullest)
+    reserved = [rank.figures.reserved_bytes for rank in found]
+    most = max((each for each in reserved if each is not None), default=None)
+    figures = msgspec.structs.replace(slowest, peak_bytes=fullest, reserved_bytes=most)
     return _report(plan, min(rank.steps for rank in found), figures)
 
 
@@ -83,6 +85,7 @@ def report_of_training(plan: Plan, measured: Measured, accuracy: float | None) -
         blocking_s=measured.blocking_s,
         exposed_s=measured.exposed_s,
         peak_bytes=max(measured.peak_bytes, default=0),
+        reserved_bytes=measured.reserved_bytes,
     )
     made = _report(plan, measured.steps, figures)
     return msgspec.structs.replace(made, loss=measured.losses[-1], accuracy=accuracy)
@@ -134,8 +137,9 @@ class _StepRecorder:
         on_cpu = self._device.type != "cuda"
         peak = None if on_cpu else torch.cuda.max_memory_allocated(self._device)
         figures = Figures(
-            step_s=step_s, blocking_s=blocking_s, exposed_s=exposed_s, peak_bytes=peak
-        )
+            step_s=step_s, blocking_s=blocking_s, exposed_s=exposed_s, peak_bytes=peak,
+            reserved_bytes=reserved_at_most(self._device),
+        )  # fmt: skip
         return RankFigures(steps=len(steps), figures=figures)
 
 

@@ -46,8 +46,9 @@ class Measured(Record, frozen=True, kw_only=True):
     Seconds are medians over the measured steps: ``blocking_s`` is the wait inside redistribution
     and batch statistics, ``exposed_s`` the wait for gradients at the end of backward, ``update_s``
     the optimizer's step, ``compute_s`` the rest of ``step_s``. ``wire_bytes`` is the most that a
-    rank sends in a step; ``peak_bytes`` the most that tensors took in one, by position. ``losses``
-    are of the whole batch, one for each step from the first.
+    rank sends in a step; ``peak_bytes`` the most that tensors took in one, by position,
+    ``reserved_bytes`` the most that torch's allocator took of a GPU for it. ``losses`` are of the
+    whole batch, one for each step from the first.
     """
 
     steps: Count
@@ -60,6 +61,7 @@ class Measured(Record, frozen=True, kw_only=True):
     peak_bytes: tuple[Bytes, ...]
     samples_per_s: float
     losses: tuple[float, ...]
+    reserved_bytes: Bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def run_steps(
         taken.append(step(draw(number)))
         progress(number + 1, WARM_UP + steps)
     last = draw(WARM_UP + steps)
-    peak = _peak(workload, step, last, optimizer)
+    peak = _peak(workload, step, last, optimizer), reserved_at_most(device_of(model)) or 0
     spent = [one.spent() for one in taken]
     return _summary(run_of(model), plan, spent, peak, last.size)
 
@@ -283,14 +285,17 @@ def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[T
         yield from group.unsent()
 
 
-def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) -> Measured:
-    """The slowest rank's figures, on every rank. Collective."""
+def _summary(
+    run: Run, plan: Plan, taken: list[Spent], peak: tuple[int, int], batch: int
+) -> Measured:
+    """The slowest rank's figures, on every rank; ``peak`` has the most bytes of tensors, and what
+    was reserved for them. Collective."""
     measured = taken[WARM_UP:]
     names = "step_s", "blocking_s", "exposed_s", "update_s", "wire_bytes"
     medians = [median(getattr(spent, name) for spent in measured) for name in names]
-    mine = [*medians, peak, *(spent.loss for spent in taken)]
+    mine = [*medians, *peak, *(spent.loss for spent in taken)]
     rows = run.control.gather(mine, "the end of training", whole=False).rows()
-    losses = whole_losses(row[6:] for row in rows)
+    losses = whole_losses(row[7:] for row in rows)
     # The parts of one rank's step, so that they add up to it.
     slowest = max(rows, key=lambda row: row[0])
     step_s, blocking_s, exposed_s, update_s = slowest[:4]
@@ -305,7 +310,13 @@ def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) ->
         peak_bytes=tuple(int(rows[rank][5]) for rank in plan.placement),
         samples_per_s=batch / step_s if step_s else 0.0,
         losses=losses,
+        reserved_bytes=int(max(row[6] for row in rows)) or None,
     )
+
+
+def reserved_at_most(device: torch.device) -> int | None:
+    """The most that torch's allocator has taken of a GPU; None of a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def whole_losses(by_rank: Iterable[Sequence[float]]) -> tuple[float, ...]:

@@ -231,7 +231,7 @@ def points(*, many: bool, sliced: bool, together: bool) -> Points:
     updated = (*always, "saved", "kept_input") if sliced else complete
     others = ("update_temp",) if together else ()
     # Just before a forward there is what has not reached the host yet.
-    beside = ("segment_outputs", "neighbours_update") if sliced else ()
+    before_forward = ("segment_outputs", "neighbours_update") if sliced else ()
     return Points(
         forward=Point(
             "forward",
@@ -251,7 +251,7 @@ def points(*, many: bool, sliced: bool, together: bool) -> Points:
         update=Point(
             "update",
             before=(*updated, *others),
-            at=(*complete, "update_temp", *beside),
+            at=(*complete, "update_temp", *before_forward),
             after=(*complete, *others),
         ),
         exchange=Point(

@@ -138,7 +138,8 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     ``waiting_s`` is how much longer the slowest rank computes than a median one, where that is
     known: others wait for it, in ``blocking_s`` or ``exposed_s``. The measured step lies between
-    ``low_s`` and ``high_s`` nine times in ten (none: not said).
+    ``low_s`` and ``high_s`` nine times in ten (none: not said). ``reserved_bytes`` is what torch's
+    allocator reserves of a GPU for them at least, by position (none on CPUs).
     """
 
     step_s: Seconds
@@ -155,6 +156,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     waiting_s: Seconds = 0.0
     low_s: Seconds | None = None
     high_s: Seconds | None = None
+    reserved_bytes: tuple[Bytes, ...] = ()
 
 
 class Provenance(Record, frozen=True, kw_only=True):

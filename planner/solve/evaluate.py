@@ -15,6 +15,7 @@ from ..cost.budget import gpu_seconds, idle_s, unit_s
 from ..cost.cost import BUCKET_BYTES, CostModel
 from ..cost.ownership import position_classes
 from ..cost.step_time import Chain
+from ..memory.reserved import reserved_bytes
 from ..memory.timeline import MemoryPoint, PositionMemory, moment_of, peak_bytes, timeline
 from ..memory.unit_memory import memory_of
 from ..schema.capability import PLAIN, Capability
@@ -271,7 +272,7 @@ def plan_by(
         schedule=schedule,
         placement=model.placement,
         units=tuple(_unit_plan(ours, k) for k in range(len(decisions))),
-        prediction=ours.prediction,
+        prediction=_with_reserved(ours),
         baseline=plain.prediction,
         baseline_fits=excess(plain.model, plain.memory).over_bytes <= 0,
         reserve_bytes=0 if goal.memory_limit_bytes is not None else _reserve_bytes(cluster),
@@ -285,6 +286,18 @@ def plan_by(
         ),
     )
     return msgspec.structs.replace(plan, hypothetical=executor.refusals(plan))
+
+
+def _with_reserved(done: Evaluation) -> Prediction:
+    """The prediction with what an allocator reserves, where it is one of GPUs."""
+    # Here and not in each evaluation: searches make many, and none decides by it.
+    if done.model.profile.device_type != "cuda":
+        return done.prediction
+    memory = memory_of(done.model)
+    by_position = [
+        reserved_bytes(memory, done.decisions, peak) for peak in done.prediction.peak_bytes
+    ]
+    return msgspec.structs.replace(done.prediction, reserved_bytes=tuple(by_position))
 
 
 def _reserve_bytes(cluster: Cluster) -> int:
