@@ -43,7 +43,8 @@ and ``rows`` turns it into rows that are linear in the units' decisions, for the
 #
 # How long a gradient lives depends on the network, which cannot be planned to the byte. So it
 # counts to the latest moment: the end of the step, or under priority its unit's next forward.
-# What the framework itself takes (allocator slack, a CUDA context) is not counted.
+# What the framework itself takes is not counted: of a GPU a reserve is taken off for it, and what
+# its allocator rounds up to is predicted besides (``reserved``).
 #
 # Two quantities are not linear, and rows do not know them. The unfilled part of open buckets is the
 # smaller of two sums (the integer program adds a binary). The bytes of segments follow from several

@@ -40,7 +40,7 @@ def any_schedule(problem: Problem, search: Search) -> Result | None:
     # Nor is it known what parameters in shards would take, which are an alternative to offload.
     promising = (
         problem.goal.allow_lossy
-        or _offloads(plain.plan)
+        or offloads(plain.plan)
         or any(
             _clearly_better(problem, prediction, plain.plan)
             for decisions in (plain.decisions, None)
@@ -66,8 +66,8 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
     for allowed in _releasing_last(problem):
         plain, sharded = without_shards(allowed), without_shards(allowed, SHARDING[1:])
         found = search(plain)
-        if found.plan is not None and _offloads(found.plan) and plain is not allowed:
-            return _better_of(problem, found, search(_without_offload(sharded)))
+        if found.plan is not None and offloads(found.plan) and plain is not allowed:
+            return _better_of(problem, found, search(without_offload(sharded)))
         if found.plan is not None:
             if plain is allowed or not _quicker_in_shards(problem, found, found.plan):
                 return found
@@ -81,7 +81,7 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
             )
         more = [] if plain is allowed else [sharded]
         if sharded is not allowed:
-            more.append(_without_offload(allowed))
+            more.append(without_offload(allowed))
         other_plan = _first_plan(more, search)
         if other_plan is not None:
             return other_plan
@@ -97,7 +97,7 @@ def widest(problem: Problem) -> list[Problem]:
     given = replace(problem, shard_if_needed=False)
     if problem.shard_if_needed and not may_gather(next(given.cost_models()), given.capability):
         fully = "fully_sharded" in given.capability.exchange
-        return [given, _without_offload(given)] if fully else [given]
+        return [given, without_offload(given)] if fully else [given]
     return [given]
 
 
@@ -122,13 +122,15 @@ def _first_plan(problems: Iterable[Problem], search: Search) -> Result | None:
     return next((result for result in results if result.plan is not None), None)
 
 
-def _without_offload(problem: Problem) -> Problem:
+def without_offload(problem: Problem) -> Problem:
+    """The problem where nothing is offloaded, the same one where that is not allowed anyway."""
     # A unit cannot be offloaded and have its parameters sharded: ``choices.may_gather``.
     kept = tuple(policy for policy in problem.capability.memory if policy != "offload")
     return _within(problem, memory=kept)
 
 
-def _offloads(plan: Plan) -> bool:
+def offloads(plan: Plan) -> bool:
+    """Whether some unit's feature maps wait on the host."""
     return any(unit.memory == "offload" for unit in plan.units)
 
 
