@@ -94,6 +94,15 @@ def cluster(
         float | None, number("Microseconds between devices of a host.", least=0)
     ] = None,
     memory: Annotated[int | None, amount("Memory of a device, where it differs: 40GB.")] = None,
+    reserve: Annotated[
+        int | None, amount("What of it tensors cannot have (context, NCCL, fragments): 3GiB.")
+    ] = None,
+    host_gbyte_s: Annotated[
+        float | None, number("GB/s between a device and its host's memory, each way.", above=0)
+    ] = None,
+    host_memory: Annotated[
+        int | None, amount("Memory of a host, which limits what is offloaded: 1TB.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What to call it.")] = None,
     out_: Annotated[Path | None, out("cluster")] = None,
     json: Json = False,
@@ -111,6 +120,9 @@ def cluster(
         inter_latency_us=inter_latency_us,
         intra_latency_us=intra_latency_us,
         memory_bytes=memory,
+        reserve_bytes=reserve,
+        host_gbyte_s=host_gbyte_s,
+        host_memory_bytes=host_memory,
         name=name,
     )
     deliver(found, out_, json, cluster_table(found))

@@ -9,6 +9,8 @@ import math
 from difflib import get_close_matches
 from typing import NamedTuple
 
+import msgspec
+
 from ..planner.schema.cluster import Cluster, Device, Level, Node
 from ..planner.schema.errors import InputError
 
@@ -20,7 +22,8 @@ class Datasheet(NamedTuple):
     """A device's memory in GiB, peak TFLOP/s in float32, TF32 and bfloat16 (float16 where the
     device has no bfloat16), memory bandwidth in GB/s, how many multiprocessors it has, and where
     these figures are from; the shares of the half precision peak that matrix products and
-    attention reach in training."""
+    attention reach in training; the PCIe link to its host in GB/s, one direction of 16 lanes (16 of
+    the third generation, 32 of the fourth, 64 of the fifth)."""
 
     memory_gib: int
     float32: float
@@ -31,6 +34,7 @@ class Datasheet(NamedTuple):
     source: str
     products: float = 0.6
     attention: float = 0.6
+    host_gbyte_s: float = 32.0
 
     def peak(self, rate: str) -> float:
         """Operations per second at a rate: ``float64``, ``float32``, ``tf32`` or ``half``."""
@@ -40,6 +44,7 @@ class Datasheet(NamedTuple):
 
 _A100 = "NVIDIA A100 Tensor Core GPU datasheet, 2021"
 _H100 = "NVIDIA H100 Tensor Core GPU datasheet, 2023"
+_V100 = "NVIDIA V100 datasheet, 2020"
 
 # ``products`` of A100 and H100 (SXM) are fitted on what training MPT of 1, 3 and 7 billion
 # parameters took on a host or two of eight (MosaicML, llm-foundry, scripts/train/benchmarking, at
@@ -53,20 +58,24 @@ DEVICES: dict[str, Datasheet] = {
     "a100-sxm-80gb": Datasheet(80, 19.5, 156, 312, 2039, 108, _A100, 0.64),
     "a100-pcie-40gb": Datasheet(40, 19.5, 156, 312, 1555, 108, _A100, 0.6),
     "a100-pcie-80gb": Datasheet(80, 19.5, 156, 312, 1935, 108, _A100, 0.6),
-    "h100-sxm": Datasheet(80, 67, 494.5, 989.5, 3350, 132, _H100, 0.48, 0.35),
-    "h100-pcie": Datasheet(80, 51, 378, 756, 2000, 114, _H100, 0.48, 0.35),
+    "h100-sxm": Datasheet(80, 67, 494.5, 989.5, 3350, 132, _H100, 0.48, 0.35, 64),
+    "h100-pcie": Datasheet(80, 51, 378, 756, 2000, 114, _H100, 0.48, 0.35, 64),
     "h200-sxm": Datasheet(
-        141, 67, 494.5, 989.5, 4800, 132, "NVIDIA H200 Tensor Core GPU datasheet", 0.48, 0.35
+        141, 67, 494.5, 989.5, 4800, 132, "NVIDIA H200 Tensor Core GPU datasheet", 0.48, 0.35, 64
     ),
     "b200-sxm": Datasheet(
-        180, 80, 1100, 2250, 7700, 148, "NVIDIA HGX B200 datasheet, 2024", 0.46, 0.35
+        180, 80, 1100, 2250, 7700, 148, "NVIDIA HGX B200 datasheet, 2024", 0.46, 0.35, 64
     ),
     "mi300x": Datasheet(
-        192, 163.4, 653.7, 1307.4, 5300, 304, "AMD Instinct MI300X data sheet, 2023", 0.31, 0.35
+        192, 163.4, 653.7, 1307.4, 5300, 304, "AMD Instinct MI300X data sheet, 2023", 0.31, 0.35, 64
     ),
-    "v100-sxm2-16gb": Datasheet(16, 15.7, 15.7, 125, 900, 80, "NVIDIA V100 datasheet, 2020"),
-    "v100-sxm2-32gb": Datasheet(32, 15.7, 15.7, 125, 900, 80, "NVIDIA V100 datasheet, 2020"),
-    "t4": Datasheet(16, 8.1, 8.1, 65, 320, 40, "NVIDIA T4 datasheet, 2019"),
+    "v100-sxm2-16gb": Datasheet(
+        16, 15.7, 15.7, 125, 900, 80, "NVIDIA V100 datasheet, 2020", host_gbyte_s=16
+    ),
+    "v100-sxm2-32gb": Datasheet(
+        32, 15.7, 15.7, 125, 900, 80, "NVIDIA V100 datasheet, 2020", host_gbyte_s=16
+    ),
+    "t4": Datasheet(16, 8.1, 8.1, 65, 320, 40, "NVIDIA T4 datasheet, 2019", host_gbyte_s=16),
     "l4": Datasheet(24, 30.3, 60, 121, 300, 58, "NVIDIA L4 datasheet, 2023"),
     "a10": Datasheet(24, 31.2, 62.5, 125, 600, 72, "NVIDIA A10 datasheet, 2021"),
     "l40s": Datasheet(48, 91.6, 183, 362, 864, 142, "NVIDIA L40S datasheet, 2023"),
@@ -75,7 +84,14 @@ DEVICES: dict[str, Datasheet] = {
         24, 82.6, 82.6, 165.2, 1008, 128, "NVIDIA Ada architecture whitepaper, 2022"
     ),
     "rtx-5090": Datasheet(
-        32, 104.8, 104.8, 209.5, 1792, 170, "NVIDIA RTX Blackwell architecture whitepaper, 2025"
+        32,
+        104.8,
+        104.8,
+        209.5,
+        1792,
+        170,
+        "NVIDIA RTX Blackwell architecture whitepaper, 2025",
+        host_gbyte_s=64,
     ),
 }
 
@@ -96,14 +112,39 @@ def datasheet(name: str) -> Datasheet:
     return DEVICES[name]
 
 
+# Assumed: what copies between a device and pinned memory reach of its link's nominal rate.
+HOST_LINK_SHARE = 0.8
+
+# Assumed where a device is not here to be measured: of a GPU's memory the context with its kernels,
+# NCCL's buffers and libraries' workspaces take a twentieth or CONTEXT_BYTES, whichever is less.
+CONTEXT_BYTES = GIB
+CONTEXT_PART = 20
+# Of a GPU's memory one part in so many is left to what torch's caching allocator has reserved and
+# cannot give out: blocks between others, of sizes that nobody asks for (assumed, not measured).
+FRAGMENTS_PART = 20
+
+
+def assumed_reserve(memory_bytes: int) -> int:
+    """What of a GPU's memory tensors are taken not to have, where nothing was measured."""
+    return min(CONTEXT_BYTES, memory_bytes // CONTEXT_PART) + fragments_bytes(memory_bytes)
+
+
+def fragments_bytes(memory_bytes: int) -> int:
+    """What of a GPU's memory is left to fragments."""
+    return memory_bytes // FRAGMENTS_PART
+
+
 def catalogued_device(name: str, memory_bytes: int | None = None) -> Device:
     """A catalogued device as a cluster's, with another memory size where one is given."""
     sheet = datasheet(name)
+    memory = sheet.memory_gib * GIB if memory_bytes is None else memory_bytes
     return Device(
         name=name,
-        memory_bytes=sheet.memory_gib * GIB if memory_bytes is None else memory_bytes,
+        memory_bytes=memory,
         flops_per_s=sheet.float32 * TERA,
         memory_bytes_per_s=sheet.gbyte_s * GIGA,
+        host_bytes_per_s=HOST_LINK_SHARE * sheet.host_gbyte_s * GIGA,
+        reserve_bytes=assumed_reserve(memory),
         source=sheet.source,
     )
 
@@ -126,19 +167,30 @@ def describe_cluster(
     inter_latency_us: float | None = None,
     intra_latency_us: float | None = None,
     memory_bytes: int | None = None,
+    reserve_bytes: int | None = None,
+    host_gbyte_s: float | None = None,
+    host_memory_bytes: int | None = None,
     name: str | None = None,
 ) -> Cluster:
     """A cluster of equal hosts with catalogued devices.
 
     ``inter_gbit_s`` is a host's network interface in Gbit/s, each way; ``intra_gbyte_s`` a device's
     link inside its host in GB/s, each way. Both are nominal rates: name what a transfer reaches,
-    if it is known. Raises ``InputError`` for a device that is not catalogued, for counts and rates
-    that are not positive, and where devices have no link.
+    if it is known. ``host_gbyte_s`` is a device's link to its host's memory in GB/s, one direction
+    (none given: what copies reach of its PCIe link), ``host_memory_bytes`` a host's memory, which
+    limits what is offloaded, and ``reserve_bytes`` what of ``memory_bytes`` tensors cannot have
+    (none given: ``assumed_reserve``). Raises ``InputError`` for a device that is not catalogued,
+    for counts and rates that are not positive, and where devices have no link.
     """
     _positive("nodes", nodes)
     _positive("devices_per_node", devices_per_node)
-    if memory_bytes is not None:
-        _positive("memory_bytes", memory_bytes)
+    for what, value in (
+        ("memory_bytes", memory_bytes),
+        ("host_gbyte_s", host_gbyte_s),
+        ("host_memory_bytes", host_memory_bytes),
+    ):
+        if value is not None:
+            _positive(what, value)
     if nodes * devices_per_node > 1 and inter_gbit_s is None and intra_gbyte_s is None:
         raise InputError(
             f"the cluster of {nodes * devices_per_node} devices has no links: give inter_gbit_s "
@@ -152,12 +204,30 @@ def describe_cluster(
     if nodes > 1:
         rate = _required("inter_gbit_s", inter_gbit_s, "between hosts") * 1e9 / 8
         levels.append(_level("inter", rate, inter_latency_us, INTER_LATENCY_US))
+    described = _stated(catalogued_device(device, memory_bytes), reserve_bytes, host_gbyte_s)
     hosts = tuple(
-        Node(name=f"node{i}", devices=(catalogued_device(device, memory_bytes),) * devices_per_node)
+        Node(
+            name=f"node{i}", devices=(described,) * devices_per_node,
+            host_memory_bytes=host_memory_bytes,
+        )
         for i in range(nodes)
-    )
+    )  # fmt: skip
     title = name or f"{nodes} x {devices_per_node} {device}"
     return Cluster(name=title, nodes=hosts, levels=tuple(levels))
+
+
+def _stated(device: Device, reserve_bytes: int | None, host_gbyte_s: float | None) -> Device:
+    """The device with what is stated of it in place of what is assumed."""
+    if reserve_bytes is not None:
+        if not 0 <= reserve_bytes < device.memory_bytes:
+            raise InputError(
+                f"a reserve of {reserve_bytes} bytes leaves nothing of the device's "
+                f"{device.memory_bytes}: reserve less ({_option('reserve')})"
+            )
+        device = msgspec.structs.replace(device, reserve_bytes=reserve_bytes)
+    if host_gbyte_s is not None:
+        device = msgspec.structs.replace(device, host_bytes_per_s=host_gbyte_s * GIGA)
+    return device
 
 
 def _level(name: str, rate: float, latency_us: float | None, default_us: float) -> Level:

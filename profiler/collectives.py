@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..executor.comm.moments import now, seconds_between
 from ..planner.schema.cluster import Collective, CollectiveCurve
 from ..planner.schema.curve import Curve
 
@@ -128,14 +129,27 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     return found.tolist()
 
 
+# Calls that are timed together on a device: one by itself would be mostly the host's launch and the
+# wait for it, which a run does not have. Of large messages fewer, whose start is nothing.
+BATCH_BYTES, MOST_CALLS = 1 << 26, 16
+
+
+def calls_at_once(device: torch.device, size_bytes: int) -> int:
+    """How many calls are timed as one; on a CPU a call is what a run has."""
+    if device.type == "cpu":
+        return 1
+    return max(min(BATCH_BYTES // max(size_bytes, 1), MOST_CALLS), 2)
+
+
 def time_once(group: MeasuredGroup, collective: Collective, size_bytes: int) -> float:
     """Seconds of one call on this rank, all groups of a set at once. Collective over all ranks."""
     run = group.operation(collective, size_bytes)
+    calls = calls_at_once(group.device, size_bytes)
     dist.barrier()
-    start = time.perf_counter()
-    run()
-    synchronise(group.device)
-    taken = time.perf_counter() - start
+    start = now(group.device)
+    for _ in range(calls):
+        run()
+    taken = seconds_between(start, now(group.device)) / calls
     return taken / (2 if collective == "p2p" else 1)
 
 

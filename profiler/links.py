@@ -17,17 +17,22 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from ..executor.comm.moments import Moment, now, seconds_between
 from ..executor.comm.setups import device_name, software
 from ..executor.launch.start import memory_bytes
 from ..planner.cost.collectives import Fabric, rings
 from ..planner.schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
 from ..planner.schema.errors import InputError
+from .catalogue import fragments_bytes
 from .collectives import MeasuredGroup, curves, measure, synchronise
 from .host_rates import Rates, common_rate, differ, measure_host_rates
 from .progress import StageProgress
 from .timing import spread_of
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
+DEVICE_SIZES = (*SIZES, 1 << 26, 1 << 28)
+"""Between GPUs: their links are at their rate from tens of megabytes on only, and a redistribution
+of a large batch sends hundreds. What takes too long is left out (``collectives.LONGEST``)."""
 ROUNDS = 9
 # Seconds for all groups together; on a slow network fewer rounds are made, of smaller messages.
 BUDGET_S = 12.0
@@ -40,7 +45,7 @@ Progress = Callable[[int, int, str], None]
 def probe(
     *,
     device: torch.device | None = None,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] | None = None,
     rounds: int = ROUNDS,
     budget_s: float = BUDGET_S,
     progress: Progress | None = None,
@@ -51,7 +56,8 @@ def probe(
     communicating slow each other, and on CUDA what each device's link to its host's memory carries
     while all devices use theirs.
 
-    Sizes and rounds follow the links: the groups together take about ``budget_s``.
+    Sizes (``SIZES``, between GPUs ``DEVICE_SIZES``) and rounds follow the links: the groups
+    together take about ``budget_s``.
     Collective: every rank of an initialised process group calls it, and all get the same Cluster.
     Uses process groups of its own and ends them. Raises ``InputError`` where there is no group.
     """
@@ -60,6 +66,7 @@ def probe(
             "a probe needs at least two ranks: start it with torchrun, or with --ranks 2"
         )
     where = device or torch.device("cpu")
+    sizes = sizes or (SIZES if where.type == "cpu" else DEVICE_SIZES)
     hosts, devices = _hosts(where)
     _check_order(hosts)
     plan = _groups(hosts)
@@ -75,7 +82,7 @@ def probe(
     if len(set(hosts)) > 1:
         rates = measure_host_rates(hosts, where, partial(stages.at, "measuring hosts"))
     measured: list[tuple[str, GroupSets, MeasuredGroup]] = []
-    interference = Interference()
+    interference, taken = Interference(), 0
     for (level, group_sets), name in zip(plan, names, strict=True):
         group = join(group_sets, where)
         measure(group, sizes, rounds, budget_s / len(plan), partial(stages.at, name))
@@ -84,9 +91,12 @@ def probe(
             stages.at(slowed, 0.0)
             interference = measure_interference(group)
         measured.append((level, group_sets, group))
+        # With the group's buffers, which a run has for as long.
+        taken = max(taken, taken_bytes(where))
         dist.destroy_process_group(group.handle)
+    devices, memories = _with_reserves(devices, where, taken)
     # All plan from rank 0's figures, to the last digit.
-    answer: list[Any] = [_cluster(hosts, devices, measured, interference, rates)]
+    answer: list[Any] = [_cluster(hosts, devices, measured, interference, rates, memories)]
     dist.broadcast_object_list(answer, src=0)
     stages.end("measured links")
     return answer[0]  # type: ignore[no-any-return]
@@ -111,6 +121,53 @@ def _hosts(device: torch.device) -> tuple[list[str], list[Device]]:
             for host, d in rows
         ]
     return hosts, devices
+
+
+def _with_reserves(
+    devices: Sequence[Device], device: torch.device, taken: int
+) -> tuple[list[Device], list[int | None]]:
+    """The ranks' devices with what tensors cannot have of them, and their hosts' memory where that
+    is another. Collective."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, (reserve_bytes(device, taken), host_memory_bytes(device)))
+    found = [
+        msgspec.structs.replace(one, reserve_bytes=reserve)
+        for one, (reserve, _) in zip(devices, rows, strict=True)
+    ]
+    return found, [memory for _, memory in rows]
+
+
+def taken_bytes(device: torch.device) -> int:
+    """What of a GPU's memory is taken and not by torch's allocator: contexts (other processes' as
+    well), kernels, buffers of NCCL, workspaces."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(total - free - torch.cuda.memory_reserved(device), 0)
+
+
+def reserve_bytes(device: torch.device, taken: int) -> int:
+    """What of a device's memory tensors cannot have, where so much was ``taken`` besides them; none
+    of a CPU's."""
+    return taken + fragments_bytes(memory_bytes(device)) if device.type == "cuda" else 0
+
+
+def host_memory_bytes(device: torch.device) -> int | None:
+    """The memory of the device's host; None for a CPU, whose memory it is."""
+    return None if device.type == "cpu" else memory_bytes(torch.device("cpu"))
+
+
+def single_device(device: torch.device) -> tuple[Device, int | None]:
+    """A device by itself, measured, and its host's memory."""
+    if device.type != "cpu":
+        # Libraries take their workspaces when they are first used.
+        _Pieces(device).compute()
+    described = Device(
+        name=device_name(device), memory_bytes=memory_bytes(device),
+        host_bytes_per_s=host_bytes_per_s(device),
+        reserve_bytes=reserve_bytes(device, taken_bytes(device)), source="measured",
+    )  # fmt: skip
+    return described, host_memory_bytes(device)
 
 
 GroupSets = list[tuple[int, ...]]
@@ -167,12 +224,14 @@ def _cluster(
     measured: Sequence[tuple[str, GroupSets, MeasuredGroup]],
     interference: Interference,
     rates: Rates | None,
+    memories: Sequence[int | None] | None = None,
 ) -> Cluster:
     order = list(dict.fromkeys(hosts))
     nodes = tuple(
         Node(
             name=name,
             devices=tuple(d for host, d in zip(hosts, devices, strict=True) if host == name),
+            host_memory_bytes=memories[hosts.index(name)] if memories else None,
         )
         for name in order
     )
@@ -297,17 +356,37 @@ LOAD_S = 0.15
 SLOWDOWN_BUDGET_S = 3.0
 
 
-class _Load:
-    """Pieces of computing like training's, a convolution and a matrix product, and messages, each
-    for about ``LOAD_S``: the same numbers of both on all members, who would else wait for ever."""
+class _Pieces:
+    """Pieces of computing like training's, a convolution and a matrix product."""
 
-    def __init__(self, group: MeasuredGroup) -> None:
-        self.group, device = group, group.device
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pieces = device, 1
         self.image = torch.randn(4, 32, 32, 32, device=device)
         self.kernel = torch.randn(32, 32, 3, 3, device=device)
         self.matrix = torch.randn(384, 384, device=device)
-        self.message = torch.zeros(_message_bytes(group) // 4, device=device)
-        self.pieces = self.messages = 1
+
+    def compute(self) -> float:
+        """Seconds of computing."""
+        start = now(self.device)
+        for _ in range(self.pieces):
+            self.piece()
+        return seconds_between(start, now(self.device))
+
+    @torch.no_grad()
+    def piece(self) -> None:
+        F.conv2d(self.image, self.kernel, padding=1)
+        self.matrix @ self.matrix
+
+
+class _Load(_Pieces):
+    """Pieces of computing and messages, each for about ``LOAD_S``: the same numbers of both on all
+    members, who would else wait for ever."""
+
+    def __init__(self, group: MeasuredGroup) -> None:
+        super().__init__(group.device)
+        self.group = group
+        self.message = torch.zeros(_message_bytes(group) // 4, device=group.device)
+        self.messages = 1
         # The first run starts threads and allocates; it does not count.
         self.compute()
         self.pieces = _agreed(group, max(int(LOAD_S / max(self.compute(), 1e-6)), 1))
@@ -316,46 +395,47 @@ class _Load:
             each_s = self.send() / self.messages
             self.messages = _agreed(group, min(max(int(LOAD_S / max(each_s, 1e-6)), 2), most))
 
-    def compute(self) -> float:
-        """Seconds of computing."""
-        start = time.perf_counter()
-        for _ in range(self.pieces):
-            self._piece()
-        synchronise(self.group.device)
-        return time.perf_counter() - start
-
-    @torch.no_grad()
-    def _piece(self) -> None:
-        F.conv2d(self.image, self.kernel, padding=1)
-        self.matrix @ self.matrix
-
     def send(self) -> float:
         """Seconds of communicating. Collective."""
-        start = time.perf_counter()
+        start = now(self.device)
         for _ in range(self.messages):
             dist.all_reduce(self.message, group=self.group.handle)
-        synchronise(self.group.device)
-        return time.perf_counter() - start
+        return seconds_between(start, now(self.device))
 
     def both(self) -> tuple[float, float]:
         """Seconds of computing under communication, and until communication is over. Collective."""
-        start = time.perf_counter()
+        start, over = now(self.device), None
         issued = [
             dist.all_reduce(self.message, group=self.group.handle, async_op=True)
             for _ in range(self.messages)
         ]
         works = [work for work in issued if work is not None]
-        over_s: float | None = None
         for _ in range(self.pieces):
-            self._piece()
-            if over_s is None and works and works[-1].is_completed():
-                over_s = time.perf_counter() - start
-        synchronise(self.group.device)
-        computed_s = time.perf_counter() - start
+            self.piece()
+            # On a device the host is far ahead of both: only streams can tell.
+            if self.device.type == "cpu" and over is None and works and works[-1].is_completed():
+                over = now(self.device)
+        computed = now(self.device)
+        if over is None:
+            over = _end_of(works, self.device)
+        return seconds_between(start, computed), seconds_between(start, over)
+
+
+def _end_of(works: Sequence[dist.Work], device: torch.device) -> Moment:
+    """The moment at which the last of the works is over."""
+    if device.type == "cpu":
         for work in works:
             work.wait()
-        synchronise(self.group.device)
-        return computed_s, over_s or time.perf_counter() - start
+        return now(device)
+    # A stream of its own waits for it: the one that computes would tell when both are over.
+    waiting = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(waiting):
+        for work in works:
+            work.wait()
+        moment = now(device)
+    # The message's memory must not be written again before.
+    torch.cuda.current_stream(device).wait_stream(waiting)
+    return moment
 
 
 def measure_interference(group: MeasuredGroup) -> Interference:

@@ -35,7 +35,7 @@ from ..models.units.discover import settings
 from ..models.workload import Batch, Workload
 from ..planner.schema import cache
 from ..planner.schema.cache import DocumentT
-from ..planner.schema.cluster import Cluster, Device, Node
+from ..planner.schema.cluster import Cluster, Node
 from ..planner.schema.errors import InputError
 from ..planner.schema.goal import Goal
 from ..planner.schema.precision import Precision
@@ -45,6 +45,7 @@ from .catalogue import datasheet
 from .catalogue import names as catalogued
 from .estimate import estimate
 from .links import probe as probe_ranks
+from .links import single_device
 from .memory import is_dry
 from .model import FEW
 from .model import profile as profile_model
@@ -147,9 +148,10 @@ def _probe(device: torch.device, progress: Step | None) -> Cluster:
 
 def single_rank(device: torch.device) -> Cluster:
     """The cluster of one rank, which has no links."""
-    described = Device(name=device_name(device), memory_bytes=memory_bytes(device))
+    described, host_memory = single_device(device)
     name = socket.gethostname()
-    return Cluster(name=name, nodes=(Node(name=name, devices=(described,)),), levels=())
+    node = Node(name=name, devices=(described,), host_memory_bytes=host_memory)
+    return Cluster(name=name, nodes=(node,), levels=())
 
 
 def room_bytes(device: torch.device) -> float:

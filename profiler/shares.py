@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..executor.launch.moments import now, seconds_between
+from ..executor.comm.moments import now, seconds_between
 from ..models.opened import tensors_in
 from ..models.precision import autocast_of
 from ..models.replay import UnitCall, copied, run_modules

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..executor.launch.moments import Moment, now, seconds_between
+from ..executor.comm.moments import Moment, now, seconds_between
 from ..executor.optimizer.chunks import steps_of
 from ..executor.optimizer.kinds import optimizer_for
 from ..models.opened import tensors_in

@@ -260,7 +260,7 @@ class _Table:
         received, returning, kept = (each * part for each in moved)
         saved = saved + kept
         neighbours = {
-            n: np.zeros(chosen.shape) for n in ("neighbours_forward", "neighbours_backward")
+            f"neighbours_{n}": np.zeros(chosen.shape) for n in ("forward", "backward", "update")
         }
         for one in self.memory.overlaps:
             figures, found = held(one.field), np.zeros(chosen.shape)
@@ -297,6 +297,7 @@ class _Table:
             peak = np.maximum(peak, always + left + neighbours["neighbours_backward"][:, k])
             if self.model.sliced:
                 every = later + past + comm_buffers[:, k] + behind - saved[:, k]
+                every = every + neighbours["neighbours_update"][:, k]
             peak = np.maximum(peak, always + every + renewed[:, k])
         return peak
 

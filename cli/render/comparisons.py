@@ -32,6 +32,7 @@ QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
     "gpu_seconds": ("device time", seconds),
     "samples_per_s": ("samples per second", lambda v: f"{v:,.0f}" if v >= 10 else f"{v:.2g}"),
     "peak_bytes": ("peak memory of a rank", size),
+    "reserved_bytes": ("  reserved for it", size),
 }
 
 
@@ -137,8 +138,10 @@ SURPRISING = (
 def measured_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
     """(what, predicted, measured, measured over predicted) as texts."""
     rows = []
-    for name in ("step_s", "blocking_s", "exposed_s", "peak_bytes"):
+    for name in ("step_s", "blocking_s", "exposed_s", "peak_bytes", "reserved_bytes"):
         predicted, measured = getattr(report.predicted, name), getattr(report.measured, name)
+        if name == "reserved_bytes" and predicted is measured is None:
+            continue
         if name == "step_s" and report.background is not None:
             rows += _step_with_background(report, report.background)
         elif name == "step_s":

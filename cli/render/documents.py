@@ -104,10 +104,17 @@ def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> lis
 
 
 def memory_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
-    """That a plan leaves no room for what a GPU holds besides tensors, where no limit was asked."""
+    """What of a device's memory tensors were taken not to have; or that a plan leaves no room for
+    what a GPU holds besides them, where no limit was asked and none is known."""
     fullest = max(plan.prediction.peak_bytes)
     available = min(device.memory_bytes for device in cluster.devices)
     asked = plan.goal.memory_limit_bytes is not None
+    if plan.reserve_bytes:
+        known = "measured" if cluster.origin == "measured" else "assumed"
+        return [
+            f"Of a device's {size(available)}, {size(plan.reserve_bytes)} are left to CUDA, NCCL, "
+            f"other libraries and fragments ({known})."
+        ]
     if asked or profile.device_type != "cuda" or fullest <= FULL * available:
         return []
     limit = int(FULL * available / 2**30 * 10) / 10

@@ -25,6 +25,7 @@ from ...planner.schema.errors import InputError, RunError
 from .collective_log import CollectiveLog, debugging
 from .groups import Group
 from .heartbeat import Heard, Heartbeat, heartbeat_of, in_a_file
+from .stream_waits import StreamWaits
 
 DEFAULT_TIMEOUT_S = 600.0
 POLL_S = 0.25
@@ -59,6 +60,7 @@ class Watchdog:
         self.on_wait: Callable[[], Callable[[], None] | None] | None = None
         """Called when this rank begins to wait for a collective on the host; what it returns, when
         it goes on."""
+        self.stream_waits = StreamWaits()
         self.heartbeat = heartbeat_of(rank, size, timeout_s) if size > 1 else None
         self._store = distributed_c10d._get_default_store() if size > 1 else None
         self._prefix = f"meshwright/place/{run}"
@@ -107,20 +109,22 @@ class Watchdog:
         return any(not followed.work.is_completed() for followed in self._followed)
 
     def wait(self, work: dist.Work | None, group: Group, doing: str) -> float:
-        """Waits for a collective and returns the seconds that it took. Raises ``RunError`` when the
-        limit is reached or a peer is lost."""
+        """Waits for a collective and returns the seconds that it held the host: none on a device's
+        streams, where ``stream_waits`` has what it held. Raises ``RunError`` when the limit is
+        reached or a peer is lost."""
         if work is None:
             return 0.0
         start = time.perf_counter()
         if group.on_stream:
-            work.wait()  # the stream waits and not the host: it returns at once
+            with self.stream_waits.around(group):
+                work.wait()  # the stream waits and not the host: it returns at once
         else:
             with self._held():
                 self._wait_on_host(work, group, doing)
         # What other ranks have issued in its place is known now, and its result is not used yet.
         if self._log is not None:
             self._log.compared(group)
-        return time.perf_counter() - start
+        return 0.0 if group.on_stream else time.perf_counter() - start
 
     def wait_for(self, done: Future[None]) -> float:
         """Waits for what another thread does, whose waits have their limits, and returns the

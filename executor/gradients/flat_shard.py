@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.schema.errors import RunError
-from ..comm.buffers import alias_for_comm, release_comm_buffers
+from ..comm.buffers import gather_rows, release_comm_buffers
 from ..comm.control import digest
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
@@ -102,24 +101,24 @@ class FlatShardSpec:
         padded = chunk.new_zeros(self.chunk_numel)
         padded[: chunk.numel()] = chunk
         rows = chunk.new_empty(self.peers, self.chunk_numel)
-        self._gather(list(rows), padded)
+        self._gather(rows, padded)
         return rows.view(-1)[: self.numel].as_strided(self.shape, self.stride)
 
     def _check_same(self) -> None:
         # All peers must ask for the same parameter, or what they send would be mixed up.
         device = self.channels.full_gradients.device
         own = torch.tensor([digest(self.name)], dtype=torch.int64, device=device)
-        names = [torch.empty_like(own) for _ in range(self.peers)]
+        names = own.new_empty(self.peers, 1)
         self._gather(names, own)
-        if any(int(other) != int(own) for other in names):
+        if bool((names != own).any()):
             raise RunError(
                 f"ranks ask for different tensors at once, this one for that of {self.name!r}: its "
                 "elements are shared among the ranks (exchange 'sharded'), so gradients must be "
                 "read on all ranks in one order"
             )
 
-    def _gather(self, rows: list[Tensor], own: Tensor) -> None:
-        """Fills ``rows`` with the ``own`` of every peer, by group rank, and waits for them."""
+    def _gather(self, rows: Tensor, own: Tensor) -> None:
+        """Fills the ``rows`` with the ``own`` of every peer, by group rank, and waits for them."""
         if not own.numel():
             return
         doing = (
@@ -128,8 +127,7 @@ class FlatShardSpec:
         )
         full_gradients, watch = self.channels.full_gradients, self.channels.watch
         watch.issued(doing, full_gradients)
-        *theirs, mine = buffers = [alias_for_comm(as_bytes(t)) for t in (*rows, own)]
-        work = dist.all_gather(theirs, mine, group=full_gradients.handle, async_op=True)
+        work, buffers = gather_rows(as_bytes(rows), as_bytes(own), full_gradients)
         watch.wait(work, full_gradients, doing)
         release_comm_buffers(buffers)
 

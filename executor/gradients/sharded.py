@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.plan import SHARDING
 from ...planner.simulate.slicing import SliceSpec
-from ..comm.buffers import alias_for_comm
+from ..comm.buffers import alias_for_comm, gather_rows
 from ..comm.groups import Group, World
 from ..comm.steps import parameters_of
 from ..comm.watchdog import Watchdog
@@ -229,10 +229,8 @@ class ShardedSlice(Slice):
         if self._wire.numel():
             # A copy of its own row, which is sent while the library may write the row.
             own = self._wire[self.group_rank].clone() if own is None else own
-            *rows, mine = self._comm_tensors = [
-                alias_for_comm(as_bytes(t)) for t in (*self._wire, own)
-            ]
-            self.work = dist.all_gather(rows, mine, group=self.gather_group.handle, async_op=True)
+            rows = as_bytes(self._wire)
+            self.work, self._comm_tensors = gather_rows(rows, as_bytes(own), self.gather_group)
 
     def _as_rows(self, wholes: Sequence[Tensor]) -> Tensor:
         """A row of elements for each peer: in the parameter's memory, or a copy."""

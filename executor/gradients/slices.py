@@ -12,7 +12,7 @@ from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.plan import SHARDING, ExchangePolicy
 from ...planner.simulate import slicing
 from ...planner.simulate.slicing import GradientSize, SliceSpec
-from ..comm.buffers import alias_for_comm, release_comm_buffers
+from ..comm.buffers import alias_for_comm, gather_rows, release_comm_buffers
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import abandon
 from .buckets import GradParam
@@ -143,11 +143,9 @@ class GatheredSlice(Slice, ABC):
         group = self.params[0].group
         if message.numel():
             self._wire = message
-            self._messages = list(message.new_empty(group.size * len(message)).chunk(group.size))
-            *into, mine = self._comm_tensors = [
-                alias_for_comm(t) for t in (*self._messages, message)
-            ]
-            self.work = dist.all_gather(into, mine, group=group.handle, async_op=True)
+            rows = message.new_empty(group.size, len(message))
+            self._messages = list(rows)
+            self.work, self._comm_tensors = gather_rows(rows, message, group)
 
     def wait_and_average(
         self, gradients: dict[GradParam, Tensor], watch: Watchdog, doing: str

@@ -20,10 +20,11 @@ from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record, load, save
 from ...planner.schema.report import BackgroundFigures, Figures, RunReport, predicted_figures
 from ..background.protocol import State
+from ..comm.moments import Moment, now, seconds_between
 from ..comm.steps import after_each_step
+from ..comm.stream_waits import Held
 from ..parallel import run_of
-from .moments import Moment, now, seconds_between
-from .train import Measured, typical_of
+from .train import Measured, reserved_at_most, typical_of
 
 # The file of the plan that ``auto_parallelize`` is to apply.
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
@@ -70,7 +71,9 @@ def report_of_script(plan: Plan, ranks: Iterable[RankFigures]) -> RunReport:
     slowest = max((rank.figures for rank in found), key=lambda figures: figures.step_s)
     peaks = [rank.figures.peak_bytes for rank in found]
     fullest = max((peak for peak in peaks if peak is not None), default=None)
-    figures = msgspec.structs.replace(slowest, peak_bytes=fullest)
+    reserved = [rank.figures.reserved_bytes for rank in found]
+    most = max((each for each in reserved if each is not None), default=None)
+    figures = msgspec.structs.replace(slowest, peak_bytes=fullest, reserved_bytes=most)
     return _report(plan, min(rank.steps for rank in found), figures)
 
 
@@ -81,6 +84,7 @@ def report_of_training(plan: Plan, measured: Measured, accuracy: float | None) -
         blocking_s=measured.blocking_s,
         exposed_s=measured.exposed_s,
         peak_bytes=max(measured.peak_bytes, default=0),
+        reserved_bytes=measured.reserved_bytes,
     )
     made = _report(plan, measured.steps, figures)
     return msgspec.structs.replace(made, loss=measured.losses[-1], accuracy=accuracy)
@@ -105,15 +109,17 @@ class _StepRecorder:
     ) -> None:
         self._run, self._typical = run_of(model), typical_of(plan)
         self._device = device_of(model)
-        # (moment, seconds waited in redistribution, seconds waited for gradients), each up to then.
-        self._seen: list[tuple[Moment, float, float]] = []
+        # (moment, seconds waited in redistribution, seconds waited for gradients), each up to then,
+        # and what held a device's stream since the moment before.
+        self._seen: list[tuple[Moment, float, float, Held]] = []
+        self._run.watch.stream_waits.begin()
         after_each_step(model.parameters(), optimizer, self._stepped)
 
     def _stepped(self, _: torch.optim.Optimizer) -> None:
         if self._device.type == "cuda" and len(self._seen) == WARM_UP:
             torch.cuda.reset_peak_memory_stats(self._device)
         waited_s = self._run.meter.seconds, self._run.exposed_s
-        self._seen.append((now(self._device), *waited_s))
+        self._seen.append((now(self._device), *waited_s, self._run.watch.stream_waits.take()))
 
     def figures(self) -> RankFigures | None:
         """What is typical of the steps after the warm-up; None where too few were made."""
@@ -121,7 +127,8 @@ class _StepRecorder:
         steps = [
             [
                 seconds_between(before[0], after[0]),
-                *(later - earlier for earlier, later in zip(before[1:], after[1:], strict=True)),
+                after[1] - before[1] + after[3].blocking_s,
+                after[2] - before[2] + after[3].exposed_s,
             ]
             for before, after in pairwise(self._seen[first:])
         ]
@@ -131,8 +138,9 @@ class _StepRecorder:
         on_cpu = self._device.type != "cuda"
         peak = None if on_cpu else torch.cuda.max_memory_allocated(self._device)
         figures = Figures(
-            step_s=step_s, blocking_s=blocking_s, exposed_s=exposed_s, peak_bytes=peak
-        )
+            step_s=step_s, blocking_s=blocking_s, exposed_s=exposed_s, peak_bytes=peak,
+            reserved_bytes=reserved_at_most(self._device),
+        )  # fmt: skip
         return RankFigures(steps=len(steps), figures=figures)
 
 

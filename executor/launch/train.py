@@ -24,13 +24,14 @@ from ...planner.schema.precision import is_scaled
 from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
 from ..checkpoint.checkpoint import Checkpoint
+from ..comm.moments import Moment, now, seconds_between
+from ..comm.stream_waits import Held
 from ..gradients.dropping import DroppedGradGroup
 from ..gradients.reshard import resident_parameters
 from ..micro import micro_batches
 from ..optimizer.kinds import optimizer_for
 from ..parallel import is_parallel, run_of
 from ..run import Run
-from .moments import Moment, now, seconds_between
 
 # Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015).
 LEARNING_RATE = 1e-3
@@ -46,8 +47,9 @@ class Measured(Record, frozen=True, kw_only=True):
     Seconds are medians over the measured steps: ``blocking_s`` is the wait inside redistribution
     and batch statistics, ``exposed_s`` the wait for gradients at the end of backward, ``update_s``
     the optimizer's step, ``compute_s`` the rest of ``step_s``. ``wire_bytes`` is the most that a
-    rank sends in a step; ``peak_bytes`` the most that tensors took in one, by position. ``losses``
-    are of the whole batch, one for each step from the first.
+    rank sends in a step; ``peak_bytes`` the most that tensors took in one, by position,
+    ``reserved_bytes`` the most that torch's allocator took of a GPU for it. ``losses`` are of the
+    whole batch, one for each step from the first.
     """
 
     steps: Count
@@ -60,6 +62,7 @@ class Measured(Record, frozen=True, kw_only=True):
     peak_bytes: tuple[Bytes, ...]
     samples_per_s: float
     losses: tuple[float, ...]
+    reserved_bytes: Bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class LaunchedStep:
     end: Moment
     blocking_s: float
     exposed_s: float
+    held: Held
     wire_bytes: int
 
     def spent(self) -> Spent:
@@ -79,8 +83,8 @@ class LaunchedStep:
         return Spent(
             loss=float(self.loss),
             step_s=seconds_between(self.start, self.end),
-            blocking_s=self.blocking_s,
-            exposed_s=self.exposed_s,
+            blocking_s=self.blocking_s + self.held.blocking_s,
+            exposed_s=self.exposed_s + self.held.exposed_s,
             update_s=seconds_between(self.before_update, self.end),
             wire_bytes=self.wire_bytes,
         )
@@ -157,7 +161,7 @@ def run_steps(
             kept.save()
         kept.close()
     last = draw(WARM_UP + steps)
-    peak = _peak(workload, step, last, optimizer)
+    peak = _peak(workload, step, last, optimizer), reserved_at_most(device_of(model)) or 0
     spent = [one.spent() for one in taken]
     return _summary(run_of(model), plan, spent, peak, last.size)
 
@@ -237,6 +241,7 @@ def take_step(
     device = device_of(workload.model)
     mine = share_of(batch, run).to(device)
     blocking, exposed, sent = run.meter.seconds, run.exposed_s, run.meter.sent_bytes
+    run.watch.stream_waits.begin()
     start = now(device)
     # On the device: to read each loss would make the host wait for it.
     loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -259,6 +264,7 @@ def take_step(
         end=now(device),
         blocking_s=run.meter.seconds - blocking,
         exposed_s=run.exposed_s - exposed,
+        held=run.watch.stream_waits.take(),
         wire_bytes=run.meter.sent_bytes - sent,
     )
 
@@ -301,15 +307,18 @@ def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[T
         yield from group.unsent()
 
 
-def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) -> Measured:
-    """The slowest rank's figures, on every rank. Collective."""
+def _summary(
+    run: Run, plan: Plan, taken: list[Spent], peak: tuple[int, int], batch: int
+) -> Measured:
+    """The slowest rank's figures, on every rank; ``peak`` has the most bytes of tensors, and what
+    was reserved for them. Collective."""
     measured = taken[WARM_UP:] or taken[-1:]  # few are left where it went on from a checkpoint
     names = "step_s", "blocking_s", "exposed_s", "update_s", "wire_bytes"
     typical = typical_of(plan)
     middle = [typical([getattr(spent, name) for spent in measured]) for name in names]
-    mine = [*middle, peak, *(spent.loss for spent in taken)]
+    mine = [*middle, *peak, *(spent.loss for spent in taken)]
     rows = run.everyone.gather(mine, "the end of training", whole=False).rows()
-    losses = whole_losses(row[6:] for row in rows)
+    losses = whole_losses(row[7:] for row in rows)
     # The parts of one rank's step, so that they add up to it.
     slowest = max(rows, key=lambda row: row[0])
     step_s, blocking_s, exposed_s, update_s = slowest[:4]
@@ -324,6 +333,7 @@ def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) ->
         peak_bytes=tuple(int(rows[rank][5]) for rank in plan.placement),
         samples_per_s=batch / step_s if step_s else 0.0,
         losses=losses,
+        reserved_bytes=int(max(row[6] for row in rows)) or None,
     )
 
 
@@ -331,6 +341,11 @@ def typical_of(plan: Plan) -> Callable[[Sequence[float]], float]:
     """What stands for the figures of many steps: the median, or where some steps do what others do
     not, as hosts that train apart exchange something in some of them, the mean."""
     return median if plan.local_steps is None else fmean
+
+
+def reserved_at_most(device: torch.device) -> int | None:
+    """The most that torch's allocator has taken of a GPU; None of a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def whole_losses(by_rank: Iterable[Sequence[float]]) -> tuple[float, ...]:

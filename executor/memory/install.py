@@ -97,4 +97,8 @@ def install_memory(
             regions.add(region, recompute)
         elif offload is not None:
             regions.add(region, offload.start)
+    if offload is not None:
+        for unit in plan.units:
+            if unit.modules:
+                regions.tell(model.get_submodule(unit.modules[-1]), offload.unit_left)
     return regions

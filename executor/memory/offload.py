@@ -3,20 +3,30 @@ backward.
 
 Whole storages are copied: several saved views of one (queries, keys and values cut from one tensor)
 are copied once, and come back with the strides that they had, so that kernels run as they would
-have. When backward reaches a region, the one before it in forward is prefetched too: its copies run
-under that backward, and its feature maps are there a unit's backward early (``offloaded`` in
-[Note: The memory timeline] in planner/memory/timeline.py).
+have.
+
+[Note: Copies in flight]
+A host that runs ahead of its device would have copies of all regions on their way before the first
+is over, and all their memory with them. So no more are than of ``COPIES_AHEAD`` units: as the unit
+after these is left, the device's computing waits for the oldest copies, and their memory goes back
+to the stream that computes. To free it earlier and tell the allocator who else uses it
+(``record_stream``) would not do: it looks for what is over only when it allocates, and the host is
+ahead by then (CUDACachingAllocator.cpp, ``process_events``). Backward calls back what was offloaded
+in the ``COPIES_AHEAD`` units before the one it is at, no earlier ones. The plan counts the same
+(``offloaded`` in planner/memory/prefetch_overlap.py). The host itself never waits.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ...planner.memory import prefetch_overlap
 from .regions import Region
 
 # What is smaller stays: a copy of it would take little but its latency.
@@ -24,13 +34,18 @@ LEAST_BYTES = 4096
 
 
 class HostCopy(Protocol):
-    """The bytes of one storage on the host."""
+    """The bytes of one storage, on their way to the host, there, or back."""
+
+    def leave(self) -> None:
+        """Frees the memory on the device, once the copy to the host is over; nothing where that has
+        happened."""
 
     def prefetch(self) -> None:
-        """Starts the copy back to the device; nothing where that has happened."""
+        """Starts the copy back to the device; nothing where that has happened, or where the bytes
+        have not left."""
 
     def wait(self) -> Tensor:
-        """The bytes on the device, in a storage of their own that holds just them. Waits."""
+        """The bytes on the device: what comes later on its stream finds them there."""
 
 
 class Host(Protocol):
@@ -39,7 +54,7 @@ class Host(Protocol):
     device: torch.device
 
     def send(self, flat: Tensor) -> HostCopy:
-        """Takes a copy of ``flat``, all bytes of a storage, which may be freed at once."""
+        """Starts a copy of ``flat``, all bytes of a storage, which stay until they ``leave``."""
 
 
 class PinnedHost:
@@ -51,43 +66,62 @@ class PinnedHost:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def send(self, flat: Tensor) -> HostCopy:
-        pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        # The kernel that made the storage may still run.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            pinned.copy_(flat, non_blocking=True)
-        # The caller frees ``flat`` now: the allocator must not reuse it before the copy is over.
-        flat.record_stream(self._stream)
-        return _PinnedCopy(pinned, self.device, self._stream)
+        return _PinnedCopy(flat, self.device, self._stream)
 
 
 class _PinnedCopy:
-    def __init__(self, pinned: Tensor, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._pinned: Tensor | None = pinned
-        self._device, self._stream = device, stream
-        self._on_device: Tensor | None = None
-        self._arrival: torch.cuda.Event | None = None
+    """``_over`` is the end of the copy that is under way, which the computing stream has not waited
+    for."""
 
-    def prefetch(self) -> None:
-        if self._pinned is None:
-            return
-        # The memory is the computing stream's, which frees it: made there, and what was done with
-        # it before is waited for.
-        there = torch.empty(self._pinned.shape, dtype=self._pinned.dtype, device=self._device)
+    def __init__(self, flat: Tensor, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device, self._stream = device, stream
+        self._over: torch.cuda.Event | None = None
+        self._on_device: Tensor | None = flat
+        self._pinned: Tensor | None = pinned_like(flat)
+        self._copy(self._pinned, flat)
+
+    def _copy(self, into: Tensor, source: Tensor) -> None:
+        # The kernel that made what is copied, or used the memory before, may still run.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            there.copy_(self._pinned, non_blocking=True)
-            self._arrival = self._stream.record_event()
-        # Until the copy is over the allocator keeps the pinned memory, and this stream ``there``.
-        there.record_stream(self._stream)
-        self._on_device, self._pinned = there, None
+            into.copy_(source, non_blocking=True)
+            self._over = self._stream.record_event()
+
+    def _wait(self) -> None:
+        if self._over is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._over)
+            self._over = None
+
+    def leave(self) -> None:
+        if self._pinned is not None and self._on_device is not None:
+            self._wait()
+            self._on_device = None
+
+    def prefetch(self) -> None:
+        if self._on_device is None:
+            assert self._pinned is not None
+            # The memory is the computing stream's, which frees it.
+            there = torch.empty(self._pinned.shape, dtype=self._pinned.dtype, device=self._device)
+            self._copy(there, self._pinned)
+            # Until the copy is over the allocator keeps pinned memory.
+            self._on_device, self._pinned = there, None
 
     def wait(self) -> Tensor:
         self.prefetch()
         assert self._on_device is not None
-        assert self._arrival is not None
-        torch.cuda.current_stream(self._device).wait_event(self._arrival)
+        # What has not left is read by its copy and by whoever asks, at once.
+        if self._pinned is None:
+            self._wait()
         return self._on_device
+
+    def __del__(self) -> None:
+        # Freed memory is the computing stream's at once, and a copy may still read or write it.
+        self._wait()
+
+
+def pinned_like(flat: Tensor) -> Tensor:
+    """Pinned memory of the host for the same bytes."""
+    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
 
 
 def host_of(device: torch.device) -> Host | None:
@@ -113,11 +147,13 @@ class View:
 
 class Offloaded:
     """One forward through a region whose saved tensors wait on the host, all but the ``lasting``
-    ones. ``before`` is the one that was entered before it in the same forward."""
+    ones. ``before`` are those of the same forward that come back with it."""
 
-    def __init__(self, lasting: Iterable[Tensor], host: Host, before: Offloaded | None) -> None:
+    def __init__(
+        self, lasting: Iterable[Tensor], host: Host, before: Iterable[Offloaded] = ()
+    ) -> None:
         self._host = host
-        self._before = weakref.ref(before) if before is not None else _nothing
+        self._before = [weakref.ref(one) for one in before]
         self._lasting = {t.untyped_storage()._cdata for t in lasting}
         # Weak references throughout: only autograd's own reference to a View keeps a copy alive, so
         # that it goes as soon as backward has used it.
@@ -159,9 +195,10 @@ class Offloaded:
             assert view.stays is not None
             return view.stays
         self.prefetch()
-        before = self._before()
-        if before is not None:
-            before.prefetch()
+        for reference in self._before:
+            before = reference()
+            if before is not None:
+                before.prefetch()
         return view.of(view.copy.wait())
 
     def prefetch(self) -> None:
@@ -173,25 +210,53 @@ class Offloaded:
                 copy.prefetch()
         self._order = []
 
+    def free(self) -> None:
+        """Frees what has been copied on the device, as soon as that is over."""
+        for reference in self._order:
+            copy = reference()
+            if copy is not None:
+                copy.leave()
+
+
+class _Entered(NamedTuple):
+    """A forward through a region, in which ``forward``, and how many units that had left before."""
+
+    saver: weakref.ref[Offloaded]
+    forward: object
+    left: int
+
 
 class Offload:
-    """The offloaded regions of one model. ``current_forward()`` is the forward that runs."""
+    """The offloaded regions of one model. ``current_forward()`` is the forward that runs. See
+    [Note: Copies in flight]."""
 
     def __init__(self, host: Host, current_forward: Callable[[], object]) -> None:
         self._host, self._current_forward = host, current_forward
-        self._last: weakref.ref[Offloaded] | Callable[[], None] = _nothing
-        self._last_forward: object = None
+        self._left = 0
+        self._in_flight: deque[_Entered] = deque()
 
     def start(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Offloaded:
         """Begins a forward through a region."""
         lasting = [t for m in region.modules for t in (*m.parameters(), *m.buffers())]
         forward = self._current_forward()
-        # What was entered last in another forward is another graph's: its backward comes at another
+        # What was entered in another forward is another graph's: its backward comes at another
         # time.
-        before = self._last() if forward is self._last_forward else None
-        saver = Offloaded(lasting, self._host, before)
-        self._last, self._last_forward = weakref.ref(saver), forward
+        near = [one.saver() for one in self._in_flight if one.forward is forward]
+        saver = Offloaded(lasting, self._host, [one for one in near if one is not None])
+        self._in_flight.append(_Entered(weakref.ref(saver), forward, self._left))
         return saver
+
+    def unit_left(self) -> None:
+        """A forward has left a unit, whatever becomes of its feature maps."""
+        self._left += 1
+        while self._in_flight and self._in_flight[0].left < self._left - _ahead():
+            saver = self._in_flight.popleft().saver()
+            if saver is not None:
+                saver.free()
+
+
+def _ahead() -> int:
+    return prefetch_overlap.COPIES_AHEAD
 
 
 def _nothing() -> None:

@@ -89,6 +89,15 @@ class Regions:
         single = len(region.modules) == 1
         last.register_forward_hook(OfThisModel(leave), prepend=True, always_call=single)
 
+    def tell(self, module: nn.Module, left: Callable[[], None]) -> None:
+        """Calls ``left()`` after each forward of ``module`` that may have a backward."""
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                left()
+
+        module.register_forward_hook(OfThisModel(after))
+
     def abandon(self) -> None:
         """Leaves the regions that a forward has entered and, as it failed, not left."""
         while self._open:

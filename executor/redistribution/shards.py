@@ -24,6 +24,7 @@ from ...models.splits import join_parameter, slice_parameter
 from ...planner.schema.errors import InputError
 from ...planner.schema.layout import Layout, Style
 from ...planner.schema.plan import UnitPlan
+from ..comm.buffers import gather_rows
 from ..comm.groups import Group, Place, World
 from ..comm.watchdog import Watchdog
 
@@ -148,13 +149,11 @@ class Shard:
         # Padded to the longest: gloo gathers tensors of one size only.
         padded = local.new_zeros(max(shape.numel() for shape in shapes))
         padded[: local.numel()] = local.reshape(-1)
-        parts = [torch.empty_like(padded) for _ in shapes]
-        wire = [part.view(torch.uint8) for part in parts]  # bytes, so that every dtype travels
+        parts = padded.new_empty(len(shapes), padded.numel())
         doing = f"gathering {self.names[0]!r}"
         watch.issued(doing, self.group)
-        work = dist.all_gather(
-            wire, padded.view(torch.uint8), group=self.group.handle, async_op=True
-        )
+        # Bytes, so that every dtype travels.
+        work, _ = gather_rows(parts.view(torch.uint8), padded.view(torch.uint8), self.group)
         watch.wait(work, self.group, doing)
         ranks = self.group.group_ranks
         shards = [parts[ranks[m]][: s.numel()].view(s) for m, s in enumerate(shapes)]

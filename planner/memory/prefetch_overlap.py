@@ -14,12 +14,14 @@ their last. With micro-batches gradients are added up whole.
 
 ``prefetch_overlaps`` counts the rest: what stands at units without such parameters (a ReLU, an
 addition in the model's own code) between the ones that have some. It does so for offloaded feature
-maps as well: they are called back as soon as backward is at the offloaded unit after it in forward
-order, and are there while that and whatever stands between them work. A unit takes these bytes by
-its own decision, so the points of the timeline stay sums over units: a point gets a multiple of a
-field of each unit that overlaps it.
+maps as well, both ways: a unit's leave for the host while the next ``COPIES_AHEAD`` units that may
+be offloaded are updated and run forward, and are called back when backward is at the last of these;
+they are there while those and whatever stands between them work. The executor waits where it would
+be at more units. A unit takes these bytes by its own decision, so the points of the timeline stay
+sums over units: a point gets a multiple of a field of each unit that overlaps it.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from math import ceil
 from typing import Literal, NamedTuple
@@ -37,6 +39,10 @@ from ..simulate.slicing import packed
 # So many times what others own of a gradient it takes, besides this rank's own part, until it has
 # arrived: what is sent, what is received.
 GRADIENT_COPIES = 2
+COPIES_AHEAD = 1
+"""Offloaded units whose feature maps are on their way, to the host or back, beside those of the
+unit at work. One is enough: copies run under a unit's computing, and what is not over by then would
+hold back every later one as well."""
 
 
 class UnshardedBytes(NamedTuple):
@@ -123,7 +129,7 @@ def own_bytes(structure: Structure, k: int, option: Option | None = None) -> int
 
 
 NeighbourField = Literal["unsharded", "gradients_sent", "offloaded"]
-OverlapPoint = Literal["neighbours_forward", "neighbours_backward"]
+OverlapPoint = Literal["neighbours_forward", "neighbours_backward", "neighbours_update"]
 
 
 class PrefetchOverlap(NamedTuple):
@@ -183,10 +189,12 @@ def _fully_sharded(structure: Structure) -> Iterator[_Overlapping]:
 
 
 def _offloaded(structure: Structure) -> Iterator[_Overlapping]:
-    """What comes back early, to the next unit that may be offloaded and to all before that."""
-    waiting: int | None = None
+    """What is on its way at the next units that may be offloaded, and at all between."""
+    waiting: deque[int] = deque(maxlen=COPIES_AHEAD)
     for at, unit in enumerate(structure.profile.units):
-        if waiting is not None:
-            yield "neighbours_backward", "offloaded", at, waiting
+        for of in waiting:
+            yield "neighbours_update", "offloaded", at, of
+            yield "neighbours_forward", "offloaded", at, of
+            yield "neighbours_backward", "offloaded", at, of
         if not unit.fixed and unit.whole.saved(1.0) > 0:
-            waiting = at
+            waiting.append(at)

@@ -22,7 +22,7 @@ The unfilled part of open buckets is the smaller of two sums, which is not linea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ import numpy.typing as npt
 from ..cost.step_time import LINKS, Chain, Vector, longest_after, step_terms
 from ..simulate.schedule import ScheduleName
 from . import timeline
-from .prefetch_overlap import PrefetchOverlap
+from .prefetch_overlap import OverlapPoint, PrefetchOverlap
 from .timeline import Family
 
 Matrix = npt.NDArray[np.float64]
@@ -39,7 +39,7 @@ _VECTORS = ("forward", "backward", "update")
 _PER_LINK = ("inner_forward", "inner_backward", "exchange", "entry_forward", "entry_backward")
 _BYTES = (
     *timeline.FIGURES, "kept_input", "received", "returning", "returned", "neighbours_forward",
-    "neighbours_backward",
+    "neighbours_backward", "neighbours_update",
 )  # fmt: skip
 """Bytes, as ``UnitBytes.figures`` has them; what a unit receives, what there is as its output's
 gradient comes back, and what others have there while it works, follow from other units' decisions
@@ -59,7 +59,7 @@ AT = {name: i for i, name in enumerate(FIGURES)}
 ENTRY: tuple[int, ...] = tuple(i for i, n in enumerate(FIGURES) if n.startswith("entry_"))
 KEPT_INPUT, RECEIVED = AT["kept_input"], AT["received"]
 RETURNING, RETURNED = AT["returning"], AT["returned"]
-NEIGHBOURS: tuple[int, ...] = (AT["neighbours_forward"], AT["neighbours_backward"])
+NEIGHBOURS: tuple[int, ...] = tuple(AT[name] for name in get_args(OverlapPoint))
 OWN_BYTES = slice(AT["persistent"], KEPT_INPUT)
 """The figures of memory that are a unit's own."""
 SLICES: tuple[int, ...] = tuple(AT[f"slice.{link}"] for link in LINKS)

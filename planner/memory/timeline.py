@@ -43,7 +43,8 @@ and ``rows`` turns it into rows that are linear in the units' decisions, for the
 #
 # How long a gradient lives depends on the network, which cannot be planned to the byte. So it
 # counts to the latest moment: the end of the step, or under priority its unit's next forward.
-# What the framework itself takes (allocator slack, a CUDA context) is not counted.
+# What the framework itself takes is not counted: of a GPU a reserve is taken off for it, and what
+# its allocator rounds up to is predicted besides (``reserved``).
 #
 # Two quantities are not linear, and rows do not know them. The unfilled part of open buckets is the
 # smaller of two sums (the integer program adds a binary). The bytes of segments follow from several
@@ -112,7 +113,7 @@ class PerPhase(NamedTuple):
 class Neighbours(NamedTuple):
     """Bytes of one unit that are there while other units work (see ``prefetch_overlap``):
     parameters that are whole only while they are used, their gradients on their way, and feature
-    maps that come back from the host early."""
+    maps on their way to the host or back."""
 
     unsharded: float = 0.0
     gradients_sent: float = 0.0
@@ -156,15 +157,16 @@ FIGURES: Fields = ("persistent", *PerPhase._fields, *Neighbours._fields)
 UNIT_FIELDS: Fields = (*Persistent._fields, *PerPhase._fields, *Neighbours._fields)
 OTHERS_FIELDS: Fields = (
     "kept_input", "received", "returned", "neighbours_forward", "neighbours_backward",
-    "unfilled_buckets", "open_buckets", "segment_outputs", "segment_remade", "segment_rerun",
+    "neighbours_update", "unfilled_buckets", "open_buckets", "segment_outputs", "segment_remade",
+    "segment_rerun",
 )  # fmt: skip
 """Bytes at a unit's points that follow from several units' decisions: inputs that came for it in
 the form that it and others need; the largest tensor that a redistribution brings; what the
 redistribution of its output's gradient takes, as that comes back, beyond what the backward itself
-does; what others hold in its forward and in its backward; the part of open buckets that is not
-filled, as its backward works and before it begins; and of its segment the outputs that are there in
-its forward, the feature maps made again before its own, and what running all of it again takes at
-most."""
+does; what others hold in its forward, in its backward and in its update; the part of open buckets
+that is not filled, as its backward works and before it begins; and of its segment the outputs that
+are there in its forward, the feature maps made again before its own, and what running all of it
+again takes at most."""
 FIELDS: Fields = (*UNIT_FIELDS, *OTHERS_FIELDS)
 FIELD = {name: i for i, name in enumerate(FIELDS)}
 """The row of each field in a table [field, unit]."""
@@ -181,7 +183,7 @@ FIELDS_OF: dict[str, Fields] = {
     ),
     "workspace": (
         "workspace", "update_temp", "neighbours_forward", "neighbours_backward",
-        "segment_outputs", "segment_remade", "segment_rerun",
+        "neighbours_update", "segment_outputs", "segment_remade", "segment_rerun",
     ),
 }  # fmt: skip
 """The fields that count to each class of ``CLASS_NAMES``; the others count at no point."""
@@ -229,6 +231,8 @@ def points(*, many: bool, sliced: bool, together: bool) -> Points:
     # applied just before its next forward, when the units before it have saved feature maps again.
     updated = (*always, "saved", "kept_input") if sliced else complete
     others = ("update_temp",) if together else ()
+    # Just before a forward there is what has not reached the host yet.
+    before_forward = ("segment_outputs", "neighbours_update") if sliced else ()
     return Points(
         forward=Point(
             "forward",
@@ -248,7 +252,7 @@ def points(*, many: bool, sliced: bool, together: bool) -> Points:
         update=Point(
             "update",
             before=(*updated, *others),
-            at=(*complete, "update_temp", *(("segment_outputs",) if sliced else ())),
+            at=(*complete, "update_temp", *before_forward),
             after=(*complete, *others),
         ),
         exchange=Point(

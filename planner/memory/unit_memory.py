@@ -93,7 +93,7 @@ class MemoryModel:
         gone = saved - resident
         if option.memory == "recompute" and not option.segment:
             resident += self.unsaved_input_bytes(k, option.layout, samples)
-        trained, sizes = cost.trained_bytes, self._sizes_bytes(k, option)
+        trained, sizes = cost.trained_bytes, self.sizes_bytes(k, option)
         largest = max((size for _, size in sizes), default=0)
         # Where nobody has measured what is new at once. What is not reached is never new: its zeros
         # are made where they are sent.
@@ -212,7 +212,7 @@ class MemoryModel:
         # Counted to the units that made it, as if somebody kept it.
         return max(whole - unit.input_kept * samples / degree, 0.0) * share
 
-    def _sizes_bytes(self, k: int, option: Option) -> list[tuple[ParameterProfile, int]]:
+    def sizes_bytes(self, k: int, option: Option) -> list[tuple[ParameterProfile, int]]:
         """The unit's parameters that are trained, each with the bytes of a member's shard."""
         key = (k, option.style, option.layout.degree)
         if key not in self._sizes:
@@ -247,7 +247,7 @@ class MemoryModel:
 
     def _half_bytes(self, k: int, option: Option) -> int:
         """Bytes of the unit's parameters that have main weights where their exchange is sharded."""
-        return sum(size for p, size in self._sizes_bytes(k, option) if p.is_half)
+        return sum(size for p, size in self.sizes_bytes(k, option) if p.is_half)
 
     def _update_temp(self, k: int, option: Option, trained_bytes: int) -> float:
         """Temporaries of the update."""
@@ -255,7 +255,7 @@ class MemoryModel:
             return self._main_update_temp(k, option)
         if option.exchange == "sharded":
             return 0.0  # less than the copies that were sent, which have gone
-        sizes = [size for _, size in self._sizes_bytes(k, option)]
+        sizes = [size for _, size in self.sizes_bytes(k, option)]
         copies = self._optimizer_copies(sizes)
         if option.exchange != "topk":
             return copies / (option.layout.groups if option.gathers else 1)
@@ -273,7 +273,7 @@ class MemoryModel:
         """Temporaries of the update of main weights: the unit's gradients in float32, and one
         parameter's weights beside what they round to and where that differs. Less what is counted
         there and has gone: the gradients, and the copies of sharded ones that were exchanged."""
-        sizes = [size for p, size in self._sizes_bytes(k, option) if p.is_half]
+        sizes = [size for p, size in self.sizes_bytes(k, option) if p.is_half]
         wide = [MAIN_COPIES * size for size in sizes]
         checked = max((MAIN_COPIES + 1.5) * size for size in sizes)
         groups, half = option.layout.groups, sum(sizes)
@@ -393,3 +393,12 @@ class MemoryModel:
             max((c.received_bytes for c in into), default=0.0),
             max((c.returning_bytes for c in back), default=0.0),
         )
+
+
+def memory_of(model: CostModel) -> MemoryModel:
+    """The memory model of a cost model, made once: it remembers what each option holds."""
+    # Kept by the cost model itself: the two refer to each other, so a table of them, weak or not,
+    # would keep both alive.
+    memory: MemoryModel = vars(model).get("_memory") or MemoryModel(model)
+    vars(model)["_memory"] = memory
+    return memory

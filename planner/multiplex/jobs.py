@@ -259,7 +259,7 @@ def best_background(
     ``foreground_bytes`` are the foreground's. Raises ``InputError`` where not even the smallest
     batch fits."""
     cluster = Cluster(name="one device", nodes=(Node(name="node", devices=(device,)),), levels=())
-    left, made = device.memory_bytes - foreground_bytes, []
+    left, made = device.usable_bytes - foreground_bytes, []
     # Its step is predicted, not measured: by the same cost model as that of the foreground, so that
     # the two are compared without the difference between a prediction and a measurement.
     for batch in profile.batches:

@@ -378,7 +378,7 @@ def simulate_plans(
     # A background may land on any device: it has the room that the fullest foreground leaves on
     # the device with least memory.
     every = [device for _, _, cluster in plans for device in cluster.devices]
-    device = min(every, key=lambda d: d.memory_bytes)
+    device = min(every, key=lambda d: d.usable_bytes)
     foreground_bytes = max(job.shared.peak_bytes for job in jobs)
     optimizer = plans[0][0].goal.optimizer
     made = [best_background(model, device, optimizer, foreground_bytes) for model in backgrounds]

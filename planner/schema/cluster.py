@@ -15,7 +15,9 @@ class Device(Record, frozen=True, kw_only=True):
     """A device: its name, memory, and for catalogued ones the datasheet's peak rates.
 
     ``host_bytes_per_s`` is one direction of its link to the host's memory, measured or declared;
-    without it nothing can be offloaded.
+    without it nothing can be offloaded. ``reserve_bytes`` is what of its memory tensors cannot
+    have: a GPU's context, buffers of NCCL, workspaces of libraries, and what the allocator's blocks
+    leave unused.
     """
 
     name: str
@@ -23,14 +25,31 @@ class Device(Record, frozen=True, kw_only=True):
     flops_per_s: Positive | None = None
     memory_bytes_per_s: Positive | None = None
     host_bytes_per_s: Positive | None = None
+    reserve_bytes: Bytes = 0
     source: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reserve_bytes and self.reserve_bytes >= self.memory_bytes:
+            raise ValueError(
+                f"device {self.name!r} has {self.memory_bytes} bytes and a reserve of "
+                f"{self.reserve_bytes}: reserve less than its memory"
+            )
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors can have of its memory."""
+        return self.memory_bytes - self.reserve_bytes
 
 
 class Node(Record, frozen=True, kw_only=True):
-    """A host and its devices; ranks are numbered through the nodes in order."""
+    """A host and its devices; ranks are numbered through the nodes in order. ``host_memory_bytes``
+    is the host's own memory where its devices have theirs and it is known: what is offloaded must
+    fit in it."""
 
     name: str
     devices: tuple[Device, ...]
+    host_memory_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,6 +190,17 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
         # All ranks run one plan: offloading waits for the slowest, and must be possible on each.
         rates = [d.host_bytes_per_s for d in self.devices]
         return None if None in rates else min(r for r in rates if r is not None)
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """The least of a host's memory that each of its devices has, of the hosts whose memory is
+        known; None where none is."""
+        known = (
+            node.host_memory_bytes // len(node.devices)
+            for node in self.nodes
+            if node.host_memory_bytes is not None
+        )
+        return min(known, default=None)
 
     def level(self, name: LevelName) -> Level | None:
         """The level of that name, if the cluster has it."""

@@ -141,7 +141,8 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     ``waiting_s`` is how much longer the slowest rank computes than a median one, where that is
     known: others wait for it, in ``blocking_s`` or ``exposed_s``. The measured step lies between
-    ``low_s`` and ``high_s`` nine times in ten (none: not said).
+    ``low_s`` and ``high_s`` nine times in ten (none: not said). ``reserved_bytes`` is what torch's
+    allocator reserves of a GPU for them at least, by position (none on CPUs).
     """
 
     step_s: Seconds
@@ -158,6 +159,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     waiting_s: Seconds = 0.0
     low_s: Seconds | None = None
     high_s: Seconds | None = None
+    reserved_bytes: tuple[Bytes, ...] = ()
 
 
 class Provenance(Record, frozen=True, kw_only=True):
@@ -184,7 +186,8 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     plan's schedule or as DDP does by default, whichever is quicker; ``baseline_fits`` says whether
     that would fit in memory. With ``local_steps`` each host trains by itself and hosts average what
     they have learnt now and then: gradients are exchanged inside hosts only, and the prediction's
-    step is the mean over a round.
+    step is the mean over a round. ``reserve_bytes`` is what was taken off a device's memory (the
+    most of one), where that is the limit.
     """
 
     schema_version: int = 2
@@ -202,6 +205,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     prediction: Prediction
     baseline: Prediction
     baseline_fits: bool = True
+    reserve_bytes: Bytes = 0
     hypothetical: tuple[str, ...] = ()
     provenance: Provenance
 

@@ -7,7 +7,8 @@ from .record import Bytes, Count, Index, Record, Seconds, Share, Slowdown
 
 class Figures(Record, frozen=True, kw_only=True):
     """What a step takes on the busiest rank. None: not measured (``peak_bytes`` of a script on a
-    CPU, where nothing counts what is alive). ``exposed_s`` is gradient exchange that nothing hid,
+    CPU, where nothing counts what is alive; ``reserved_bytes``, what torch's allocator took of a
+    device for it, but on GPUs). ``exposed_s`` is gradient exchange that nothing hid,
     ``blocking_s`` redistribution and the collectives inside units. A predicted step lies between
     ``low_s`` and ``high_s`` nine times in ten."""
 
@@ -15,6 +16,7 @@ class Figures(Record, frozen=True, kw_only=True):
     blocking_s: Seconds | None = None
     exposed_s: Seconds | None = None
     peak_bytes: Bytes | None = None
+    reserved_bytes: Bytes | None = None
     low_s: Seconds | None = None
     high_s: Seconds | None = None
 
@@ -79,6 +81,7 @@ def predicted_figures(prediction: Prediction) -> Figures:
         blocking_s=prediction.blocking_s,
         exposed_s=prediction.exposed_s,
         peak_bytes=max(prediction.peak_bytes, default=0),
+        reserved_bytes=max(prediction.reserved_bytes, default=None),
         low_s=prediction.low_s,
         high_s=prediction.high_s,
     )

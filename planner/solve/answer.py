@@ -21,11 +21,12 @@ from ..cost.cost import CostModel
 from ..cost.ownership import position_classes
 from ..cost.step_time import barrier_step, priority_step
 from ..memory.timeline import peak_bytes
+from ..memory.unit_memory import memory_of
 from ..schema.options import Decisions
 from ..schema.plan import Plan, Status
 from ..simulate.events import simulate
 from ..simulate.schedule import ScheduleName, Step, plain_messages, slice_messages, work_of
-from .evaluate import limits_bytes, memory_of, plan_by
+from .evaluate import limits_bytes, plan_by
 from .problem import Problem, Result
 
 Proof = Literal["optimal", "feasible", "heuristic"]

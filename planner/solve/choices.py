@@ -15,6 +15,7 @@ from ..schema.layout import Layout, Style, lattice
 from ..schema.options import Option, allowed, feedbacks
 from ..schema.plan import MemoryPolicy
 from ..schema.profile import UnitProfile
+from .host_memory import may_offload
 
 STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
 
@@ -66,6 +67,8 @@ def with_policies(
     saved = saved_bytes(unit, base.style, layout.degree, 1.0)
     exchanges = tuple(exchange_options(model, k, base, capability))
     for memory in memory_policies(model, unit, saved, capability):
+        if memory == "offload" and not may_offload(model, k, base):
+            continue
         for option in exchanges:
             yield option._replace(memory=memory)
 

@@ -15,8 +15,9 @@ from ..cost.budget import gpu_seconds, idle_s, unit_s
 from ..cost.cost import BUCKET_BYTES, CostModel
 from ..cost.ownership import position_classes
 from ..cost.step_time import Chain
+from ..memory.reserved import reserved_bytes
 from ..memory.timeline import MemoryPoint, PositionMemory, moment_of, peak_bytes, timeline
-from ..memory.unit_memory import MemoryModel
+from ..memory.unit_memory import memory_of
 from ..schema.capability import PLAIN, Capability
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
@@ -29,6 +30,7 @@ from ..simulate.events import Simulation
 from ..simulate.rank_classes import simulate_decisions
 from ..simulate.schedule import ScheduleName, Step, step_of
 from ..simulate.spread import blocking_share, interval, slowest_of
+from .host_memory import check_host_memory
 
 
 class RankMemory(NamedTuple):
@@ -120,15 +122,6 @@ def evaluation(
     return Evaluation(model, decisions, chain, step, result, memory, prediction)
 
 
-def memory_of(model: CostModel) -> MemoryModel:
-    """The memory model of a cost model, made once: it remembers what each option holds."""
-    # Kept by the cost model itself: the two refer to each other, so a table of them, weak or not,
-    # would keep both alive.
-    memory: MemoryModel = vars(model).get("_memory") or MemoryModel(model)
-    vars(model)["_memory"] = memory
-    return memory
-
-
 def rank_memory(model: CostModel, decisions: Decisions) -> tuple[RankMemory, ...]:
     """The memory timeline of each class of positions."""
     memory = memory_of(model)
@@ -207,11 +200,12 @@ def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
 
 
 def limits_bytes(model: CostModel) -> tuple[int, ...]:
-    """Memory available at each position: the goal's limit, else the device's own memory."""
+    """Memory available at each position: the goal's limit, else what of the device's own memory
+    tensors can have."""
     if model.goal.memory_limit_bytes is not None:
         return (model.goal.memory_limit_bytes,) * model.world_size
     devices = model.cluster.devices  # once: it is put together anew whenever it is asked for
-    return tuple(devices[rank].memory_bytes for rank in model.placement)
+    return tuple(devices[rank].usable_bytes for rank in model.placement)
 
 
 def excess(model: CostModel, memory: Sequence[RankMemory]) -> Excess:
@@ -264,6 +258,7 @@ def plan_by(
     """``make_plan`` by the costs of a model; ``proof`` may name ``bound_s``, ``gap`` and
     ``solve_s``."""
     profile, cluster, goal = model.profile, model.cluster, model.goal
+    check_host_memory(model, decisions)
     ours = evaluation(model, decisions, schedule=schedule)
     plain = _baseline(model, schedule)
     plan = Plan(
@@ -277,9 +272,10 @@ def plan_by(
         schedule=schedule,
         placement=model.placement,
         units=tuple(_unit_plan(ours, k) for k in range(len(decisions))),
-        prediction=ours.prediction,
+        prediction=_with_reserved(ours),
         baseline=plain.prediction,
         baseline_fits=excess(plain.model, plain.memory).over_bytes <= 0,
+        reserve_bytes=0 if goal.memory_limit_bytes is not None else _reserve_bytes(cluster),
         provenance=Provenance(
             solver=solver,
             status=status,
@@ -290,6 +286,22 @@ def plan_by(
         ),
     )
     return msgspec.structs.replace(plan, hypothetical=executor.refusals(plan))
+
+
+def _with_reserved(done: Evaluation) -> Prediction:
+    """The prediction with what an allocator reserves, where it is one of GPUs."""
+    # Here and not in each evaluation: searches make many, and none decides by it.
+    if done.model.profile.device_type != "cuda":
+        return done.prediction
+    memory = memory_of(done.model)
+    by_position = [
+        reserved_bytes(memory, done.decisions, peak) for peak in done.prediction.peak_bytes
+    ]
+    return msgspec.structs.replace(done.prediction, reserved_bytes=tuple(by_position))
+
+
+def _reserve_bytes(cluster: Cluster) -> int:
+    return max(device.reserve_bytes for device in cluster.devices)
 
 
 def _baseline(model: CostModel, schedule: ScheduleName) -> Evaluation:

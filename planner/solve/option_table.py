@@ -30,12 +30,13 @@ from ..memory.rows import (
     Matrix,
     write_others,
 )
+from ..memory.unit_memory import memory_of
 from ..schema.capability import Capability
 from ..schema.layout import Layout
 from ..schema.options import Decisions, Option, allowed, ties_agree
 from .choices import STYLES, exchange_options, layouts_of, memory_policies, unit_options
-from .evaluate import memory_of
 from .figures import SUMMED, EdgeFigures, Numbers, Reals, SharedEdges, State, UnitFigures
+from .host_memory import may_offload
 
 Mask = npt.NDArray[np.bool_]
 Policy = tuple[tuple[str, Any], ...]
@@ -243,6 +244,9 @@ class OptionTable:
         names = memory_policies(self.model, unit, saved, self.capability)
         parts = [ways[name](k, states, plain) for name in names]
         open_ = np.ones((len(states), len(names)), dtype=bool)
+        if "offload" in names:
+            room = [may_offload(self.model, k, Option(*state)) for state in states]
+            open_[:, names.index("offload")] = room
         policies: tuple[Policy, ...] = tuple((("memory", name),) for name in names)
         return PolicyBlock(policies, np.stack(parts, axis=1), open_, np.zeros(len(names)))
 

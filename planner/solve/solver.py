@@ -14,7 +14,7 @@ from ..schema.errors import InputError
 from ..schema.pins import no_such_unit, spelled_out
 from .heuristic.branches import side_by_side
 from .heuristic.least_memory import nothing_fits
-from .heuristic.schedules import any_schedule, shard_if_needed, widest
+from .heuristic.schedules import any_schedule, offloads, shard_if_needed, widest, without_offload
 from .heuristic.segmented import quicker_in_segments
 from .local_steps import apart_if_quicker
 from .problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
@@ -122,7 +122,7 @@ def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -
         return Result.without_plan(name, None, 0.0, reason) if nothing else searched(one)
 
     def searched(one: Problem) -> Result:
-        found = chosen.solve(one, time_limit_s)
+        found = _without_needless_offload(one, chosen, time_limit_s)
         if one.capability.branches:
             found = side_by_side(one, found)
         found = quicker_in_segments(one, found, time_limit_s)
@@ -141,6 +141,26 @@ def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -
         return result
     why = chosen.explain(every) if problem.explains else None
     return Result.without_plan(name, why, time.perf_counter() - start, reason)
+
+
+def _without_needless_offload(
+    problem: Problem, solver: Solver, time_limit_s: float | None
+) -> Result:
+    """What the solver finds; where that offloads and is not proved, the better of it and of what is
+    found without."""
+    found = solver.solve(problem, time_limit_s)
+    if found.plan is None or found.status == "optimal" or not offloads(found.plan):
+        return found
+    # It may have gone for a policy that frees much and takes long.
+    other = solver.solve(without_offload(problem), time_limit_s)
+    assert found.objective_s is not None
+    if other.objective_s is None or found.objective_s <= other.objective_s:
+        return found
+    # A bound over all options is one for what was found among fewer.
+    gap = None if found.bound_s is None else 1 - found.bound_s / other.objective_s
+    return other._replace(
+        bound_s=found.bound_s, gap=gap, seconds=found.seconds + other.seconds, status=found.status
+    )
 
 
 def expand_pins(problem: Problem) -> Problem:

@@ -47,6 +47,9 @@ class Copied:
     def __init__(self, there: Tensor) -> None:
         self.there = there
 
+    def leave(self) -> None:
+        """What was copied is not held here."""
+
     def prefetch(self) -> None:
         self.here = self.there.clone()
 

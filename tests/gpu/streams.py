@@ -18,7 +18,9 @@ from meshwright.executor.comm.groups import CONTROL_BACKEND, Group
 Issued = list[tuple[tuple[int, ...], str, int]]
 """Collectives in the order in which a rank has issued them: the ranks, the name of the process
 group, and how many were issued there before."""
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+# Of the two names the one that this torch does not warn of, and that is called.
+GATHERS = [n for n in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, n)][:1]
+COLLECTIVES = ("all_reduce", "all_gather", *GATHERS, "all_to_all_single", "broadcast")
 
 
 @contextmanager

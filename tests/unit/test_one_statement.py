@@ -8,6 +8,8 @@ from meshwright.executor import apply
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.gradients import buckets, slices, topk
 from meshwright.executor.gradients.buckets import Bucket, GradParam
+from meshwright.executor.memory.offload import Offload
+from meshwright.executor.memory.regions import Region
 from meshwright.executor.redistribution import cache
 from meshwright.executor.redistribution.redistribute import route
 from meshwright.executor.redistribution.shards import Shard
@@ -17,10 +19,13 @@ from meshwright.models.units import select
 from meshwright.planner.cost import collectives, compute, exchange, redistribution
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.ownership import TensorPlacement, input_placement, output_placement
+from meshwright.planner.memory import prefetch_overlap
+from meshwright.planner.schema.cluster import Cluster, Device, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.simulate.slicing import SliceSpec
+from meshwright.planner.solve.evaluate import rank_memory
 from meshwright.profiler import shares
 from torch import nn
 
@@ -142,6 +147,48 @@ def test_both_sides_say_alike_what_may_share_a_message(monkeypatch):
         same = Option(data_parallel(4))
         monkeypatch.setattr(side, "message_kind", lambda *given, same=same, **named: same)
     assert kinds() == (1, 1)
+
+
+def test_both_sides_have_as_many_copies_under_way(monkeypatch):
+    """The plan counts feature maps on their way to the host at so many later units' forwards, and
+    the executor frees them when as many have been left."""
+    names = "abcd"
+    profile = chain_profile([linear(name, 8, 8, 0.0, saved=1024.0) for name in names], features=8)
+    device = Device(name="gpu", memory_bytes=2**30, host_bytes_per_s=1e9)
+    links = Cluster(name="one", nodes=(Node(name="n", devices=(device,)),), levels=())
+
+    def planned():
+        made = CostModel(profile=profile, cluster=links, goal=Goal(batch=1))
+        away = Option(data_parallel(1), memory="offload")
+        (memory,) = rank_memory(made, (away,) * len(profile.units))
+        there = memory.memory.field("neighbours_forward")
+        return [round(float(each) / 1024) for each in there[1:5]]
+
+    def run():
+        host = SimpleNamespace(device=torch.device("cpu"), send=Copy)
+        offload, views, staying = Offload(host, lambda: 0), [], []
+        regions = [Region(name, [nn.Linear(1, 1)]) for name in names]
+        savers = []
+        for region in regions:
+            savers.append(offload.start(region, (), {}))
+            staying.append(sum(not view.copy.gone for view in views))
+            views.append(savers[-1].pack(torch.zeros(1024)))
+            offload.unit_left()
+        return staying
+
+    assert planned() == run() == [0, 1, 1, 1]
+    monkeypatch.setattr(prefetch_overlap, "COPIES_AHEAD", 2)
+    assert planned() == run() == [0, 1, 2, 2]
+
+
+class Copy:
+    """Of bytes on the host: whether they have gone from the device."""
+
+    def __init__(self, flat):
+        self.gone = False
+
+    def leave(self):
+        self.gone = True
 
 
 class Rmsnorm(nn.Module):

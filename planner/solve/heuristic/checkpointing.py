@@ -26,12 +26,13 @@ from ...cost.cost import CostModel
 from ...cost.step_time import Vector
 from ...memory.checkpoint_segments import any_segment, possible_segments
 from ...memory.timeline import Persistent, PositionMemory, Table, fullest_bytes
+from ...memory.unit_memory import memory_of
 from ...schema.capability import Capability
 from ...schema.options import Decisions, Option
 from ...schema.plan import MemoryPolicy, Plan
 from ..answer import choice
 from ..choices import may_have
-from ..evaluate import limits_bytes, memory_of
+from ..evaluate import limits_bytes
 from ..problem import Problem
 from .space import OptionSpace
 

@@ -15,12 +15,13 @@ import numpy as np
 from ...cost.cost import CostModel
 from ...cost.ownership import group_samples
 from ...memory.rows import AT, OWN_BYTES, UPDATE, Matrix, rows
+from ...memory.unit_memory import memory_of
 from ...schema.capability import Capability
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option
 from ..answer import over_bytes
 from ..choices import all_options, unit_options
-from ..evaluate import limits_bytes, memory_of
+from ..evaluate import limits_bytes
 from ..problem import Problem
 from .checkpointing import has_segments
 

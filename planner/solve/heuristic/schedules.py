@@ -37,11 +37,16 @@ def any_schedule(problem: Problem, search: Search) -> Result | None:
         return _first_plan(_releasing_last(by_priority), search) if _saves_memory(problem) else None
     # Simulating what was decided for the barrier, and data parallelism, is quicker than a search.
     # Neither of them sends gradients in part, which may gain more than they show.
-    promising = problem.goal.allow_lossy or any(
-        clearly_better(problem, prediction, plain.plan)
-        for decisions in (plain.decisions, None)
-        for size in by_priority.slice_bytes
-        for prediction in _by_priority(by_priority, plain.plan, decisions, size)
+    # Nor is it known what parameters in shards would take, which are an alternative to offload.
+    promising = (
+        problem.goal.allow_lossy
+        or offloads(plain.plan)
+        or any(
+            clearly_better(problem, prediction, plain.plan)
+            for decisions in (plain.decisions, None)
+            for size in by_priority.slice_bytes
+            for prediction in _by_priority(by_priority, plain.plan, decisions, size)
+        )
     )
     if not promising:
         return plain
@@ -61,6 +66,8 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
     for allowed in _releasing_last(problem):
         plain, sharded = without_shards(allowed), without_shards(allowed, SHARDING[1:])
         found = search(plain)
+        if found.plan is not None and offloads(found.plan) and plain is not allowed:
+            return _better_of(problem, found, search(without_offload(sharded)))
         if found.plan is not None:
             if plain is allowed or not _quicker_in_shards(problem, found, found.plan):
                 return found
@@ -72,7 +79,7 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
             )
         more = [] if plain is allowed else [sharded]
         if sharded is not allowed:
-            more.append(_without_offload(allowed))
+            more.append(without_offload(allowed))
         other_plan = _first_plan(more, search)
         if other_plan is not None:
             return other_plan
@@ -88,7 +95,7 @@ def widest(problem: Problem) -> list[Problem]:
     given = replace(problem, shard_if_needed=False)
     if problem.shard_if_needed and not may_gather(next(given.cost_models()), given.capability):
         fully = "fully_sharded" in given.capability.exchange
-        return [given, _without_offload(given)] if fully else [given]
+        return [given, without_offload(given)] if fully else [given]
     return [given]
 
 
@@ -113,10 +120,28 @@ def _first_plan(problems: Iterable[Problem], search: Search) -> Result | None:
     return next((result for result in results if result.plan is not None), None)
 
 
-def _without_offload(problem: Problem) -> Problem:
+def without_offload(problem: Problem) -> Problem:
+    """The problem where nothing is offloaded, the same one where that is not allowed anyway."""
     # A unit cannot be offloaded and have its parameters sharded: ``choices.may_gather``.
     kept = tuple(policy for policy in problem.capability.memory if policy != "offload")
     return _within(problem, memory=kept)
+
+
+def offloads(plan: Plan) -> bool:
+    """Whether some unit's feature maps wait on the host."""
+    return any(unit.memory == "offload" for unit in plan.units)
+
+
+def _better_of(problem: Problem, offloaded: Result, other: Result) -> Result:
+    """The plan that offloads, unless that which shards instead is clearly quicker."""
+    # Copies are waited for: parameters that are gathered over a quick link take less.
+    assert offloaded.plan is not None
+    if other.plan is None:
+        return offloaded
+    planned = "with offload and with sharded exchange"
+    if clearly_better(problem, other.plan.prediction, offloaded.plan):
+        return _with_reason(other, "sharded exchange", offloaded, planned)
+    return _with_reason(offloaded, "offload", other, planned)
 
 
 def _within(problem: Problem, **allowed: object) -> Problem:

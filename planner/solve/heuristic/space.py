@@ -18,12 +18,13 @@ from ...cost.compute import busiest_samples
 from ...cost.cost import CostModel
 from ...cost.step_time import barrier_step, priority_step
 from ...memory.timeline import peak_bytes
+from ...memory.unit_memory import memory_of
 from ...schema.capability import Capability
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option, ties_agree
 from ...simulate.schedule import ScheduleName, bucketed_s
 from ..choices import all_options, layouts_of
-from ..evaluate import limits_bytes, memory_of
+from ..evaluate import limits_bytes
 
 ROUNDING = 1e-9
 BETTER = 1 - 1e-6

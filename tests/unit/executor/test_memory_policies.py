@@ -19,21 +19,28 @@ CPU = torch.device("cpu")
 
 
 class Copies:
-    """A host whose copies are plain ones; it counts them and what is out."""
+    """A host whose copies are plain ones; it counts them, what has come back, and what is on the
+    device while it is under way."""
 
     def __init__(self):
         self.device = CPU
         self.sent_bytes = 0
         self.told = []
+        self.staying = 0
 
     def send(self, flat):
         self.sent_bytes += flat.numel()
-        return Copy(flat.clone(), self)
+        self.staying += 1
+        return Copy(flat, self)
 
 
 class Copy:
-    def __init__(self, there, host):
-        self.there, self.here, self.host = there, None, host
+    def __init__(self, here, host):
+        self.there, self.here, self.host = here.clone(), here, host
+
+    def leave(self):
+        if self.here is not None and self.there is not None:
+            self.here, self.host.staying = None, self.host.staying - 1
 
     def prefetch(self):
         if self.here is None:
@@ -217,21 +224,136 @@ def test_offload_calls_the_unit_before_back_early(host):
     model[2][0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(host.told)))
     model[1][0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(host.told)))
     out.sum().backward()
-    assert seen == [4, 6]  # its own two and those of the unit before, then the next
+    # The last unit's two had not left; those of the unit before it, then the next.
+    assert seen == [2, 4]
+
+
+def chained(host, memory):
+    """Units that save two tensors each, by their policies; what stays on the device as each forward
+    ends, and how many have come back as each gradient of a weight is there."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in memory))
+    units = [unit((f"{i}.0", f"{i}.1"), policy) for i, policy in enumerate(memory)]
+    install(model, units)
+    staying, back = [], []
+    for one in model:
+        one[1].register_forward_hook(lambda *_: staying.append(host.staying))
+        one[0].weight.register_post_accumulate_grad_hook(lambda _: back.append(len(host.told)))
+    model(torch.randn(256, 64)).sum().backward()
+    return staying, back
+
+
+OFF = "offload"
+
+
+def test_copies_of_one_unit_are_under_way_beside_the_one_at_work(host):
+    staying, back = chained(host, [OFF] * 4)
+    # After a unit its own are, and those of no other.
+    assert staying == [2, 2, 2, 2]
+    assert back == [2, 4, 6, 6]
+
+
+def test_units_that_keep_end_copies_too(host):
+    """The plan counts what is under way at the next unit only, whatever becomes of that."""
+    staying, back = chained(host, [OFF, "keep", "keep", OFF])
+    assert staying == [2, 0, 0, 2]
+    assert back == [0, 0, 0, 2]  # as it is needed, two units being between
+
+
+class Log(list):
+    """What was asked of the device, in order."""
+
+
+class Stream:
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for copy {event}")
+
+    def record_event(self):
+        self.log.append("copy")
+        return self.log.count("copy")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """A device whose streams write down what is asked of them; and a host for it."""
+    log = Log()
+    cuda = offload.torch.cuda
+    monkeypatch.setattr(cuda, "Stream", lambda device: Stream("side", log))
+    monkeypatch.setattr(cuda, "current_stream", lambda device: Stream("computing", log))
+    monkeypatch.setattr(cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(offload, "pinned_like", torch.empty_like)
+    return offload.PinnedHost(CPU), log
+
+
+SENT = ["side waits for computing", "copy"]
+
+
+def test_memory_is_free_again_when_the_computing_stream_has_waited(pinned):
+    host, log = pinned
+    flat = torch.arange(10, dtype=torch.uint8)
+    there = weakref.ref(flat)
+    copy = host.send(flat)
+    expected = flat.clone()
+    del flat
+    assert there() is not None
+    assert log == SENT
+    copy.leave()
+    # In this order: what is allocated next on the computing stream may be this memory.
+    assert log == [*SENT, "computing waits for copy 1"]
+    assert there() is None
+    assert torch.equal(copy.wait(), expected)
+    assert log[3:] == [*SENT, "computing waits for copy 2"]
+    copy.wait()
+    copy.leave()  # has come back: stays
+    assert torch.equal(copy.wait(), expected)
+    assert len(log) == 6
+
+
+def test_what_has_not_left_is_read_where_it_is(pinned):
+    host, log = pinned
+    flat = torch.arange(10, dtype=torch.uint8)
+    copy = host.send(flat)
+    assert copy.wait() is flat
+    assert log == SENT
+    del copy, flat
+    # Its memory must not be another's before it has been read.
+    assert log == [*SENT, "computing waits for copy 1"]
+
+
+def test_a_copy_back_that_nobody_took_is_waited_for(pinned):
+    host, log = pinned
+    copy = host.send(torch.arange(10, dtype=torch.uint8))
+    copy.leave()
+    copy.prefetch()
+    del copy
+    assert log[-1] == "computing waits for copy 2"
 
 
 def test_views_of_one_storage_travel_once_and_keep_their_strides(host):
-    saver = offload.Offloaded([], host, None)
+    saver = offload.Offloaded([], host)
     packed = torch.randn(32, 3, 64)
     q, k, v = packed.unbind(1)
     views = [saver.pack(t) for t in (q, k, v)]
     saver.leave()
+    saver.free()
     assert host.sent_bytes == packed.numel() * 4
     for view, tensor in zip(views, (q, k, v), strict=True):
         back = saver.unpack(view)
         assert torch.equal(back, tensor)
         assert back.stride() == tensor.stride()
         assert back.data_ptr() != tensor.data_ptr()
+    assert len(host.told) == 1
 
 
 def test_two_forwards_before_their_backwards():

@@ -431,7 +431,10 @@ def figures(plan):
     made = msgspec.to_builtins(plan)
     found = {name: made[name] for name in DECIDED}
     # How sure a prediction is changes with what predictions have been seen to miss.
-    found["prediction"] = {n: v for n, v in made["prediction"].items() if n not in SURE}
+    prediction = made["prediction"]
+    # Of GPUs only.
+    left_out = SURE if prediction["reserved_bytes"] else (*SURE, "reserved_bytes")
+    found["prediction"] = {n: v for n, v in prediction.items() if n not in left_out}
     found["baseline"] = {"step_s": made["baseline"]["step_s"]}
     proved = made["provenance"].items()
     found["provenance"] = {name: value for name, value in proved if name not in PASSING}

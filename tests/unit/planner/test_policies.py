@@ -95,14 +95,14 @@ def test_offload_copies_both_ways_and_keeps_nothing(model):
     assert holds(model, HOME._replace(memory="offload"))["saved"] == 0
 
 
-def test_what_was_offloaded_comes_back_while_the_unit_after_it_is_at_work(model):
+def test_what_is_offloaded_leaves_and_comes_back_while_the_unit_after_it_is_at_work(model):
     away = HOME._replace(memory="offload")
     own, before = 256 * 8, 4096 * 8
     for first, expected in ((HOME, own), (away, own + before)):
         points = rank_memory(model, (HOME, first, away, HOME))[0].points
         there = {(p.unit, p.phase): p.workspace for p in points}
         assert there[2, "backward"] == expected
-        assert there[2, "forward"] == own
+        assert there[2, "forward"] == expected
 
 
 def test_a_sharded_exchange_divides_state_and_update(model):

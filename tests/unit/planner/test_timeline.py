@@ -26,6 +26,7 @@ def position(many, sliced, together, seed=0):
         "returned",
         "neighbours_forward",
         "neighbours_backward",
+        "neighbours_update",
     ]
     table[[FIELD[name] for name in known]] = rng.integers(0, 1000, (len(known), 6))
     table[FIELD["output_gradients"]] = 0.0

@@ -1,0 +1,105 @@
+"""Offload within the hosts' memory, and the reserve of a device."""
+
+from __future__ import annotations
+
+import meshwright as mw
+import msgspec
+import pytest
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.cluster import Cluster, Device, Node
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.solve.choices import unit_options
+from meshwright.planner.solve.evaluate import limits_bytes, make_plan
+from meshwright.planner.solve.host_memory import PINNED_ROUNDING, PINNED_SHARE
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
+
+from tests.strategies import chain_profile, linear
+
+KIB = 1024
+HOME = Option(data_parallel(1))
+AWAY = HOME._replace(memory="offload")
+SOLVERS = ("heuristic", "integer", "lagrangian")
+
+
+def one(host: int | None = None, memory: int = 2**30, **more: int) -> Cluster:
+    device = Device(name="gpu", memory_bytes=memory, host_bytes_per_s=1e9, **more)
+    return Cluster(
+        name="one", nodes=(Node(name="n", devices=(device,), host_memory_bytes=host),), levels=()
+    )
+
+
+def units(count: int = 4):
+    """Each saves 64 KiB of one sample, and works a little longer than the one before."""
+    made = [linear(f"u{i}", 4, 4, 1e-3 * (1 + i), 64.0 * KIB) for i in range(count)]
+    return chain_profile(made, bytes_per_sample=4.0)
+
+
+def room_for(count: float) -> int:
+    """Host memory for the feature maps of so many units."""
+    return int(count * 64 * KIB * PINNED_ROUNDING / PINNED_SHARE) + 1
+
+
+def test_more_than_the_host_has_is_refused_in_a_sentence() -> None:
+    decisions = (HOME, AWAY, AWAY, AWAY, AWAY, HOME)
+    assert make_plan(units(), one(room_for(4)), Goal(batch=1), decisions)
+    with pytest.raises(InputError, match=r"takes up to 512.*409.*--host-memory"):
+        make_plan(units(), one(room_for(3.2)), Goal(batch=1), decisions)
+    assert make_plan(units(), one(), Goal(batch=1), decisions)  # not known: no limit
+
+
+def test_units_that_work_longest_come_first() -> None:
+    model = CostModel(units(), one(room_for(2.5)), Goal(batch=1))
+    offered = [
+        any(o.memory == "offload" for o in unit_options(model, k, EVERYTHING)) for k in range(6)
+    ]
+    assert offered == [False, False, False, True, True, False]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_no_plan_takes_more_of_the_host(solver: str, count: int) -> None:
+    # In the backward of the last unit: three that are kept, its own feature maps, their gradient,
+    # and what comes back for the one before it. With one unit away it would be another one more.
+    limit = 64 * KIB * 6 + 8 * KIB
+    capability = msgspec.structs.replace(
+        EVERYTHING, memory=("keep", "offload"), early_release=False, branches=False
+    )
+    problem = Problem(
+        units(6), one(room_for(count), memory=limit), Goal(batch=1), capability=capability
+    )
+    found = solve(problem, solver, 20.0)
+    if count == 1:
+        assert found.plan is None
+    else:
+        assert found.plan is not None
+        away = [u.name for u in found.plan.units if u.memory == "offload"]
+        assert 1 <= len(away) <= 3
+
+
+def test_the_reserve_is_taken_off_and_said() -> None:
+    links, goal = one(memory=2**30, reserve_bytes=2**20), Goal(batch=1)
+    assert limits_bytes(CostModel(units(), links, goal)) == (2**30 - 2**20,)
+    assert make_plan(units(), links, goal).reserve_bytes == 2**20
+    # A limit is what the user says.
+    asked = msgspec.structs.replace(goal, memory_limit_bytes=2**29)
+    assert limits_bytes(CostModel(units(), links, asked)) == (2**29,)
+    assert make_plan(units(), links, asked).reserve_bytes == 0
+
+
+def test_a_described_gpu_has_a_link_to_its_host_and_a_reserve() -> None:
+    device = mw.describe_cluster(device="a100-sxm-40gb").devices[0]
+    assert device.host_bytes_per_s == pytest.approx(0.8 * 32e9)
+    assert device.usable_bytes == 37 * 2**30  # a context of 1 GiB, and a twentieth
+    stated = mw.describe_cluster(
+        device="v100-sxm2-16gb", reserve_bytes=5, host_gbyte_s=12.0, host_memory_bytes=2**40
+    )
+    assert stated.devices[0].reserve_bytes == 5
+    assert stated.host_bytes_per_s == 12e9
+    assert stated.host_memory_bytes == 2**40
+    with pytest.raises(InputError, match=r"17179869184 bytes leaves nothing.*--reserve"):
+        mw.describe_cluster(device="v100-sxm2-16gb", reserve_bytes=2**34)

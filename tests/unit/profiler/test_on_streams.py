@@ -1,0 +1,150 @@
+"""Probes on a device whose streams work behind the host, which ours stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from meshwright.planner.schema.cluster import Device
+from meshwright.profiler import collectives, links
+from meshwright.profiler.catalogue import fragments_bytes
+from meshwright.profiler.collectives import MeasuredGroup, calls_at_once, time_once
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+GIB = 2**30
+
+
+class Stream:
+    """What is launched on it ends after all before, at ``end_s``."""
+
+    def __init__(self, device: object = None) -> None:
+        self.end_s = 0.0
+
+    def launch(self, seconds: float, after: float = 0.0) -> None:
+        self.end_s = max(self.end_s, after) + seconds
+
+    def wait_stream(self, other: Stream) -> None:
+        self.end_s = max(self.end_s, other.end_s)
+
+
+class Event:
+    def __init__(self, *, enable_timing: bool) -> None:
+        self.at_s = 0.0
+
+    def record(self, stream: Stream) -> None:
+        self.at_s = stream.end_s
+
+    def synchronize(self) -> None:
+        """The host waits; what the device does is known by then."""
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+class Streams:
+    """A device with a stream that computes and one that communicates."""
+
+    def __init__(self) -> None:
+        self.current, self.communicating = Stream(), Stream()
+        self.calls = 0
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def all_reduce(self, tensor: object, group: object = None, async_op: bool = False) -> Any:
+        self.calls += 1
+        self.communicating.launch(self.message_s, after=self.current.end_s)
+        end_s = self.communicating.end_s
+
+        def wait() -> None:
+            self.current.end_s = max(self.current.end_s, end_s)
+
+        work = SimpleNamespace(wait=wait, is_completed=lambda: True)
+        return work if async_op else work.wait()
+
+    message_s = 0.1
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    found = Streams()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", found.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
+    for module in (links, collectives):
+        monkeypatch.setattr(module.dist, "all_reduce", found.all_reduce)
+    monkeypatch.setattr(collectives.dist, "barrier", lambda: None)
+    return found
+
+
+@pytest.mark.parametrize("messages", [2, 30])
+def test_computing_and_communicating_are_told_apart(streams: Streams, messages: int) -> None:
+    """One is over after two seconds; to wait for both would give the longer one twice."""
+    load = object.__new__(links._Load)
+    load.device, load.group = GPU, SimpleNamespace(handle=None)
+    load.message, load.messages, load.pieces = None, messages, 4
+    load.piece = lambda: streams.current.launch(0.5)
+    assert load.compute() == pytest.approx(2.0)
+    assert load.send() == pytest.approx(0.1 * messages)
+    assert load.both() == (pytest.approx(2.0), pytest.approx(0.1 * messages))
+
+
+@pytest.mark.parametrize(("size", "calls"), [(1 << 10, 16), (1 << 24, 4), (1 << 28, 2)])
+def test_calls_are_timed_together_by_the_device(streams: Streams, size: int, calls: int) -> None:
+    group = MeasuredGroup(None, (0, 1), 0, GPU)  # type: ignore[arg-type]
+    group._space["out"] = torch.empty(0)
+    group.operation = lambda *_: lambda: streams.all_reduce(None)  # type: ignore[method-assign]
+    assert time_once(group, "all_reduce", size) == pytest.approx(0.1)
+    assert streams.calls == calls == calls_at_once(GPU, size)
+    assert calls_at_once(CPU, size) == 1
+
+
+def test_what_a_gpu_holds_besides_tensors_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9 * GIB)
+    monkeypatch.setattr(links, "memory_bytes", lambda device: 80 * GIB)
+    taken = links.taken_bytes(GPU)
+    assert taken == GIB
+    assert links.reserve_bytes(GPU, taken) == GIB + fragments_bytes(80 * GIB) == 5 * GIB
+    assert links.reserve_bytes(CPU, links.taken_bytes(CPU)) == 0
+
+
+def test_each_rank_s_own_reserve_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(rows: list[Any], mine: Any) -> None:
+        rows[:] = [mine, (3 * GIB, 8 * GIB)]
+
+    monkeypatch.setattr(links.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(links.dist, "all_gather_object", gather)
+    device = Device(name="gpu", memory_bytes=80 * GIB)
+    found, memories = links._with_reserves([device, device], CPU, 0)
+    assert [each.reserve_bytes for each in found] == [0, 3 * GIB]
+    assert memories == [None, 8 * GIB]
+
+
+def test_one_gpu_s_link_to_its_host_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After libraries have been used, whose workspaces count."""
+    done: list[str] = []
+    pieces = SimpleNamespace(compute=lambda: done.append("used"))
+
+    def taken(device: torch.device) -> int:
+        done.append("measured")
+        return GIB
+
+    monkeypatch.setattr(links, "_Pieces", lambda device: pieces)
+    monkeypatch.setattr(links, "taken_bytes", taken)
+    monkeypatch.setattr(links, "copy_rate", lambda device: 2e10)
+    monkeypatch.setattr(links, "device_name", lambda device: "gpu")
+    monkeypatch.setattr(links, "memory_bytes", lambda device: 40 * GIB)
+    found, memory = links.single_device(GPU)
+    assert (found.host_bytes_per_s, found.reserve_bytes) == (2e10, 3 * GIB)
+    assert memory == 40 * GIB
+    assert done == ["used", "measured"]
+    assert links.single_device(CPU)[0].host_bytes_per_s is None
