@@ -54,7 +54,7 @@ class SendOrder:
         """Seconds for a byte by which the slots were found."""
         self._ready: deque[list[float]] = deque(maxlen=KEPT)
         self._rates: deque[float] = deque(maxlen=KEPT)
-        self._carried: deque[float] = deque(maxlen=KEPT)
+        self._slowest: deque[float] = deque(maxlen=KEPT)
         self._coming: PendingGather | None = None
         self._number = 0
         self._left: dict[GradGroup, int] = {}
@@ -94,7 +94,7 @@ class SendOrder:
         if self._orders.measured and (self._number in FIRST or self._number % EVERY == 0):
             # A link that was idle in between seems slower than it is, never quicker. One that has
             # carried more than it was believed to can is quicker than that, however idle.
-            quicker = (rate_s for rate_s in self._carried if rate_s < self._rate_s)
+            quicker = (rate_s for rate_s in self._slowest if rate_s < self._rate_s)
             rate_s = min((*self._rates, *quicker), default=0.0)
             times = [median(row) for row in zip(*self._ready, strict=True)]
             vector = torch.tensor([rate_s, *times], dtype=torch.float64, device="cpu")
@@ -108,18 +108,18 @@ class SendOrder:
         if self._most[0]:
             self._rates.append(self._most[1])
         self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)
-        ahead, number, carried = 0, 0, 0
+        ahead, number, done = 0, 0, 0
         for slot in self.slots:
             grad_group = self._grad_groups[slot.group]
             one = grad_group.slices[slot.number]
             if not one.is_completed:
                 ahead, number = ahead + one.bytes, number + 1
             elif one.work is not None:
-                carried += one.bytes
+                done += one.bytes
             if number >= MANY:
                 self._left[grad_group] = ahead
-        if carried:
-            self._carried.append((self._end_s - first_s) / carried)
+        if done:
+            self._slowest.append((self._end_s - first_s) / done)
 
     def arrived(self, grad_group: GradGroup, waited_s: float) -> None:
         """Estimates the links' rate from a wait for a group: they were busy until now."""
