@@ -46,6 +46,13 @@ def pids(host: Host) -> set[int]:
     return set(map(int, listed.stdout.split()))
 
 
+def small_plan() -> Plan:
+    """Data parallelism for a small model, as one unit of which nothing is decided."""
+    made = plan_for_hosts(2)
+    nothing = msgspec.structs.replace(made.prediction, peak_bytes=(0, 0))
+    return msgspec.structs.replace(made, target="mlp", units=(), prediction=nothing)
+
+
 class SshHosts:
     """Two hosts with a server each, and a launcher on the first."""
 
@@ -76,8 +83,7 @@ class SshHosts:
             log = folder / f"server-{host.name}.log"
             assert wait_until(lambda log=log: "listening" in log.read_text()), log.read_text()
         self.idle = [pids(host) for host in bed.hosts]
-        plan: Plan = msgspec.structs.replace(plan_for_hosts(2), target="mlp")
-        save(plan, folder / "plan.json")
+        save(small_plan(), folder / "plan.json")
 
     def start(self, *arguments: str, hosts: str = "host0,host1") -> subprocess.Popen[str]:
         """A launcher on host 0, which is told nothing of the network."""

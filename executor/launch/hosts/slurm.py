@@ -18,7 +18,7 @@ from .settings import check_environment
 
 # An option as sbatch reads it from a line of the script: its own quotes are not the shell's, so a
 # value has none, nor what would begin a comment.
-_OPTION = re.compile(r"(?:--)?([a-z][a-z0-9-]*)(?:=([A-Za-z0-9_.,:%@+*/=\[\]-]+))?", re.ASCII)
+_OPTION = re.compile(r"(?:--)?([a-z][a-z0-9-]*)(?:=([A-Za-z0-9_.,:%@+*/=&|()\[\]-]+))?", re.ASCII)
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", re.ASCII)
 
 

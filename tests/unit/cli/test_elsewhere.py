@@ -8,6 +8,7 @@ import shlex
 import sys
 
 import pytest
+from meshwright import Hosts, InputError, launch
 from meshwright.planner.schema.record import save
 
 from tests.ssh import behave, behave_as_host, plan_for_hosts, put_ssh
@@ -55,6 +56,12 @@ def test_what_is_refused(meshwright, plan_file, given, words):
     done = meshwright("launch", plan_file, *given.split())
     assert done.code == 2
     assert words in done.sentence
+
+
+def test_hosts_say_themselves_how_many_they_are():
+    for more in ({"nodes": 2}, {"node_rank": 1}, {"rendezvous": "a:1"}):
+        with pytest.raises(InputError, match="leave out nodes, node_rank and rendezvous"):
+            launch(PLAN, hosts=Hosts(("a", "b")), **more)
 
 
 def test_what_would_run_is_only_shown(meshwright, plan_file, tmp_path, monkeypatch):

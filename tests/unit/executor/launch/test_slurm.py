@@ -105,9 +105,10 @@ def plain(**more) -> SlurmJob:
 
 
 def test_what_is_asked_of_slurm():
-    assert options(plain(gpus=4, options=("partition=gpu", "--exclusive", "cpus-per-task=32"))) == [
+    more = ("partition=gpu", "--exclusive", "cpus-per-task=32", "constraint=[a|b]&c")
+    assert options(plain(gpus=4, options=more)) == [
         "--job-name=meshwright", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=32",
-        "--gpus-per-node=4", "--partition=gpu", "--exclusive",
+        "--gpus-per-node=4", "--partition=gpu", "--exclusive", "--constraint=[a|b]&c",
     ]  # fmt: skip
     # Where all hosts have the same number, one is told.
     assert "--nproc=4 " in plain().script()
