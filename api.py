@@ -657,7 +657,7 @@ def auto_parallelize(
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
     # Measures only where the launcher asked for a report.
-    record_run(model_, optimizer_, chosen)
+    record_run(model_, optimizer_)
     return model_, optimizer_, chosen
 
 

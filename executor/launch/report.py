@@ -104,10 +104,9 @@ def _report(plan: Plan, steps: int, measured: Figures) -> RunReport:
 class _StepRecorder:
     """Notes the time and the waits at the end of every optimizer step of one model."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan
-    ) -> None:
-        self._run, self._typical = run_of(model), typical_of(plan)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._run = run_of(model)
+        self._typical = typical_of(self._run.whole_plan)
         self._device = device_of(model)
         # (moment, seconds waited in redistribution, seconds waited for gradients), each up to then,
         # and what held a device's stream since the moment before.
@@ -144,13 +143,13 @@ class _StepRecorder:
         return RankFigures(steps=len(steps), figures=figures)
 
 
-def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan) -> None:
-    """Measures the steps of ``model`` under ``plan`` from now on where the launcher asked for it;
-    when the process ends its figures are left in the launcher's folder."""
+def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Measures the steps of ``model`` from now on where the launcher asked for it; when the process
+    ends its figures are left in the launcher's folder."""
     folder = os.environ.get(REPORT_VARIABLE)
     if not folder:
         return
-    recorder = _StepRecorder(model, optimizer, plan)
+    recorder = _StepRecorder(model, optimizer)
 
     def leave() -> None:
         found = recorder.figures()
