@@ -12,7 +12,7 @@ SEVERAL := $(TEST) tests/distributed tests/gpu tests/testbed
 # What another Python or other versions of what we build on would break first.
 SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/cli tests/unit/test_imports.py tests/distributed/test_training.py
 
-.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-local-steps bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
+.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-gpu bench-planner bench-deeppool bench-lossy bench-local-steps bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -24,6 +24,7 @@ help:
 	@echo "make lock              constraints.txt anew, from constraints.in"
 	@echo "make bench-prediction  predicted against measured step times and their order, on a test bed (needs root)"
 	@echo "make bench-memory      predicted against measured peak memory"
+	@echo "make bench-gpu         predicted against measured steps and peaks on one GPU (else small models on the CPU)"
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
 	@echo "make bench-deeppool    plans against DeepPool's greedy search (TABLES=folder)"
 	@echo "make bench-lossy       layer dropping and top-k against dense exchange (needs root)"
@@ -92,6 +93,9 @@ bench-prediction: $(VENV)/test.stamp
 
 bench-memory: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/memory.py
+
+bench-gpu: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py
 
 bench-planner: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planner.py

@@ -95,7 +95,7 @@ class Dropping:
             for ratio in sorted({p.ratio for p in self._droppable})
         ]
         self._waited = dict.fromkeys(self._droppable, 0)
-        self._sizes: dict[GradParam, float] = {}
+        self._sizes: dict[GradParam, Tensor] = {}
         self._coming: PendingGather | None = None
         self._due = set(self._droppable)  # the first backward sends everything
         for grad_group in grad_groups:
@@ -104,7 +104,7 @@ class Dropping:
     def sends(self, param: GradParam) -> bool:
         return param.whole or param in self._due
 
-    def note(self, param: GradParam, expected: float) -> None:
+    def note(self, param: GradParam, expected: Tensor) -> None:
         """The sum of absolute values that this rank expects of a parameter in the next backward."""
         self._sizes[param] = expected
 
@@ -126,7 +126,11 @@ class Dropping:
             return
         for param in self._droppable:
             self._waited[param] = 0 if param in self._due else self._waited[param] + 1
-        sizes = [self._sizes.get(param, 0.0) for param in self._droppable]
+        noted = [param for param in self._droppable if param in self._sizes]
+        # All at once: the host waits for the device here, and nowhere else in a step.
+        values = torch.stack([self._sizes[param] for param in noted]).tolist() if noted else []
+        known = dict(zip(noted, values, strict=True))
+        sizes = [known.get(param, 0.0) for param in self._droppable]
         self._sizes.clear()
         vector = torch.tensor(sizes, dtype=torch.float64, device="cpu")
         self._coming = self._control.all_reduce_sum(

@@ -147,8 +147,10 @@ def _on_host(like: Tensor) -> Tensor:
     )
 
 
-def l1(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(flat(tensor), 1)) if tensor.numel() else 0.0
+def l1(tensor: Tensor) -> Tensor:
+    """The sum of absolute values, where the tensor is: its value would make the host wait."""
+    found: Tensor = torch.linalg.vector_norm(flat(tensor), 1)
+    return found.double()
 
 
 def feedback_of(param: GradParam) -> ErrorFeedback:

@@ -26,7 +26,7 @@ FUNCTIONS = ("nonzero", "masked_select", "unique", "equal", "allclose")
 OPERATORS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero",
              "aten.equal")  # fmt: skip
 """The same where operators ask for it themselves."""
-MAKING = ("tensor", "empty", "zeros", "ones", "full", "as_tensor")
+MAKING = ("tensor", "empty", "zeros", "ones", "full", "as_tensor", "empty_like", "zeros_like")
 ROOT = Path(meshwright.__file__).parent
 
 
@@ -93,7 +93,8 @@ def counted() -> Iterator[list[str]]:
         @wraps(before)
         def make(*args: Any, **kwargs: Any) -> Any:
             found = before(*args, **kwargs)
-            if str(kwargs.get("device")) == "cpu":
+            like = args and isinstance(args[0], Tensor) and is_hosts(args[0])
+            if str(kwargs.get("device")) == "cpu" or like:
                 hosts.append(found)
             return found
 

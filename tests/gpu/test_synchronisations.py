@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+
 import pytest
+import streams
 import torch
+import torch.distributed as dist
 from meshwright.executor.apply import apply
+from meshwright.executor.comm import groups, watchdog
+from meshwright.executor.gradients.topk import SAMPLED_FROM, largest
 from streams import on_streams
 from synchronisations import counted
 from test_exchanges import Net, data, made
@@ -13,55 +20,72 @@ from torch.nn import functional as F
 NONE = (
     "barrier", "priority", "sharded", "fully_sharded", "recompute", "priority+recompute", "early",
     "divided", "divided+priority", "divided+sharded", "divided+recompute", "int8", "bf16",
-    "burst+priority",
+    "topk", "topk+in_place", "topk+mirror",
 )  # fmt: skip
-PARAMETERS = 10
-"""Of the network, two of its four linear layers and its normalisation each."""
 MEASURED = 2
 """Steps that are counted, after as many that begin (top-k warms up, what is unused is asked)."""
 
 
-def asks(rank: int, kind: str) -> list[str]:
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One rank of two whose collectives carry nothing: what is asked does not depend on values."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # names the backend
+    # Of the control groups, too; and nobody is there to be heard of.
+    for module in (groups, streams):
+        monkeypatch.setattr(module, "CONTROL_BACKEND", "fake")
+    monkeypatch.setattr(watchdog, "heartbeat_of", lambda *_: None)
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def asks(kind: str) -> list[str]:
     """Where the host waits in later steps."""
-    with on_streams() as device:
+    with on_streams() as device, counted() as places:
         model = Net().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         apply(model, optimizer, made(kind), timeout_s=30)
-        batches = [[t.float() if t.is_floating_point() else t for t in data(4, seed, device)]
-                   for seed in range(2 * MEASURED)]  # fmt: skip
-
-        def step(number: int) -> None:
-            x, y = batches[number]
-            F.cross_entropy(model(x), y).backward()
+        for number in range(2 * MEASURED):
+            x, y = data(4, number, device)
+            if number == MEASURED:
+                places.clear()
+            F.cross_entropy(model(x.float()), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-
-        for number in range(MEASURED):
-            step(number)
-        with counted() as places:
-            for number in range(MEASURED, 2 * MEASURED):
-                step(number)
-        model(batches[0][0])  # what is on its way is waited for
-    return places
+        model(x.float())  # what is on its way is waited for
+        return list(places)
 
 
 @pytest.mark.parametrize("kind", NONE)
-def test_the_host_never_waits(ranks, kind):
-    for places in ranks(2)(asks, kind):
-        assert places == []
+def test_the_host_never_waits(alone: None, kind: str) -> None:
+    assert asks(kind) == []
 
 
-@pytest.mark.parametrize(("kind", "each"), [("topk", 0), ("dropped", 0)])
-def test_lossy_exchange_asks(ranks, kind, each):
-    for places in ranks(2)(asks, kind):
-        assert len(places) / MEASURED == each, places
+def test_dropping_asks_once_in_a_step(alone: None) -> None:
+    """For the sums of all gradients together, by which ranks agree on what is sent next."""
+    places = asks("dropped")
+    assert len(places) == MEASURED, places
+    assert all("gradients/dropping.py" in place for place in places)
 
 
-def test_what_asks_is_counted():
-    tensor = torch.ones(3)
-    control = torch.zeros(2, device="cpu")
+def test_topk_asks_once_for_a_large_gradient() -> None:
+    """How many elements lie above the threshold that a sample tells."""
+    gradient = torch.randn(SAMPLED_FROM)
     with counted() as places:
+        largest(gradient, 8)
+    assert len(places) == 1
+    with counted() as places:
+        largest(gradient[: SAMPLED_FROM - 1], 8)
+    assert places == []
+
+
+def test_what_asks_is_counted() -> None:
+    tensor = torch.ones(3)
+    with counted() as places:
+        control = torch.zeros(2, device="cpu")
         control.tolist()
+        torch.empty_like(control).tolist()
         int(control[0])
         assert places == []
         tensor.sum().item()
