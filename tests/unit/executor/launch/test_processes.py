@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
 import pytest
@@ -46,21 +45,11 @@ def test_ranks_that_do_not_divide(monkeypatch):
     assert (ranks.nproc, ranks.world_size, list(ranks.here)) == (2, 8, [6, 7])
 
 
-def interface_towards(host: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    monkeypatch.setenv("MASTER_ADDR", host)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    start._choose_interface()
-    return os.environ.get("GLOO_SOCKET_IFNAME")
-
-
 @pytest.mark.skipif("lo" not in dict(map(reversed, socket.if_nameindex())), reason="asks Linux")
-def test_gloo_takes_the_interface_on_the_way_to_host_0(monkeypatch):
-    assert interface_towards("127.0.0.1", monkeypatch) == "lo"
+def test_gloo_takes_the_interface_on_the_way_to_host_0():
+    assert start.interface_for_gloo("127.0.0.1") == "lo"
     # Any address of the loopback's network is reached over it, and has no name of its own there.
     assert start.address_towards("127.0.0.9") == "127.0.0.1"
-    assert interface_towards("127.0.0.9", monkeypatch) == "lo"
+    assert start.interface_for_gloo("127.0.0.9") == "lo"
     assert start.address_towards("no.such.host.invalid") is None
-    assert interface_towards("no.such.host.invalid", monkeypatch) is None
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    start._choose_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    assert start.interface_for_gloo("no.such.host.invalid") is None
