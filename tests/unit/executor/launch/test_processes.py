@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
 from meshwright import InputError, RunError
-from meshwright.executor.launch import start
+from meshwright.executor.launch import processes, start
 from meshwright.executor.launch.launch import ranks_for, ranks_of_hosts
 from meshwright.executor.launch.processes import Ranks, run_ranks
 
@@ -53,3 +54,17 @@ def test_gloo_takes_the_interface_on_the_way_to_host_0():
     assert start.interface_for_gloo("127.0.0.9") == "lo"
     assert start.address_towards("no.such.host.invalid") is None
     assert start.interface_for_gloo("no.such.host.invalid") is None
+
+
+@pytest.mark.skipif("lo" not in dict(map(reversed, socket.if_nameindex())), reason="asks Linux")
+@pytest.mark.parametrize(
+    ("nodes", "own", "told"), [(2, None, "lo"), (2, "eth7", "eth7"), (1, None, None)]
+)
+def test_ranks_of_several_hosts_are_told_the_interface(monkeypatch, nodes, own, told):
+    """Also those of scripts that start their process group themselves."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if own is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", own)
+    with processes._environment(Ranks(nproc=1, nodes=nodes, rendezvous="127.0.0.9:1")):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == told
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == own
