@@ -21,6 +21,7 @@ from .devices import agreed_device, local_device
 # What torchrun tells every process of a run.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def under_torchrun() -> bool:
@@ -52,7 +53,9 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     limit = datetime.timedelta(seconds=timeout_s)
     if under_torchrun():
         _check_environment()
-        _choose_interface()
+        chosen = interface_for_gloo(os.environ["MASTER_ADDR"])
+        if chosen is not None:
+            os.environ.setdefault(GLOO_INTERFACE, chosen)
         try:
             dist.init_process_group(backend, timeout=limit)
         except (RuntimeError, ValueError, dist.DistError) as error:
@@ -91,22 +94,16 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _choose_interface() -> None:
-    """Tells gloo to use the loopback interface in a run on one host, and else the interface on the
-    way to host 0."""
+def interface_for_gloo(host: str) -> str | None:
+    """The network interface that gloo is to use in a run whose host 0 is at that address: the
+    loopback's in a run on one host, else the one on the way to host 0. None: it chooses itself."""
     # By itself it binds to what the host's name resolves to, which on many machines is no address
     # of theirs, the loopback's, or one behind a firewall.
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    host = os.environ["MASTER_ADDR"]
     names = [name for _, name in socket.if_nameindex()]
     if host in LOOPBACK:
-        fitting = [name for name in names if name in ("lo", "lo0")]
-    else:
-        own = address_towards(host)
-        fitting = [name for name in names if own and own == _address_of(name)]
-    if fitting:
-        os.environ["GLOO_SOCKET_IFNAME"] = fitting[0]
+        return next((name for name in names if name in ("lo", "lo0")), None)
+    own = address_towards(host)
+    return next((name for name in names if own and own == _address_of(name)), None)
 
 
 def address_towards(host: str) -> str | None:

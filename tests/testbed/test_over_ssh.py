@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -85,11 +85,16 @@ class SshHosts:
         self.idle = [pids(host) for host in bed.hosts]
         save(small_plan(), folder / "plan.json")
 
-    def start(self, *arguments: str, hosts: str = "host0,host1") -> subprocess.Popen[str]:
+    def start(
+        self,
+        *arguments: str,
+        plan: str = "plan.json",
+        hosts: Sequence[str] = ("--hosts", "host0,host1"),
+    ) -> subprocess.Popen[str]:
         """A launcher on host 0, which is told nothing of the network."""
         command = [
             *("env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, "-m", "meshwright", "launch"),
-            *("plan.json", "--hosts", hosts, "--ssh-config", str(self.folder / "client")),
+            *(plan, *hosts, "--ssh-config", str(self.folder / "client")),
             *arguments,
         ]
         return self.bed.start(
@@ -192,7 +197,7 @@ def test_what_is_not_as_it_should_be_is_one_sentence(hosts, arguments, sentence)
 
 @pytest.mark.slow
 def test_a_host_that_is_not_there(hosts):
-    code, _, err = hosts.ended(hosts.start(hosts="host0,absent"))
+    code, _, err = hosts.ended(hosts.start(hosts=("--hosts", "host0,absent")))
     assert code == 2
     assert "host absent cannot be reached" in err
 
@@ -222,6 +227,23 @@ def test_two_launches_at_once(hosts):
             "host0: rank 0", "host1: rank 1",
         ]  # fmt: skip
     hosts.check_idle()
+
+
+@pytest.mark.slow
+def test_hosts_with_different_numbers_of_ranks(hosts):
+    save(plan_for_hosts(3), hosts.folder / "three.json")
+    (hosts.folder / "meet.py").write_text(
+        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "total = torch.tensor([10.0 ** dist.get_rank()])\ndist.all_reduce(total)\n"
+        "print('rank', dist.get_rank(), int(total))\ndist.destroy_process_group()\n"
+    )
+    (hosts.folder / "hosts").write_text("host0 slots=2\nhost1 slots=1 # the last rank\n")
+    launcher = hosts.start("meet.py", plan="three.json", hosts=("--hostfile", "hosts"))
+    code, out, err = hosts.ended(launcher)
+    assert code == 0, err
+    assert sorted(line for line in out.splitlines() if "rank" in line) == [
+        "host0: rank 0 111", "host0: rank 1 111", "host1: rank 2 111",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from meshwright import InputError, RunError
-from meshwright.executor.launch import start
+from meshwright.executor.launch import processes, start
 from meshwright.executor.launch.launch import ranks_for, ranks_of_hosts
 from meshwright.executor.launch.processes import Ranks, run_ranks
 
@@ -46,21 +46,25 @@ def test_ranks_that_do_not_divide(monkeypatch):
     assert (ranks.nproc, ranks.world_size, list(ranks.here)) == (2, 8, [6, 7])
 
 
-def interface_towards(host: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    monkeypatch.setenv("MASTER_ADDR", host)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    start._choose_interface()
-    return os.environ.get("GLOO_SOCKET_IFNAME")
+@pytest.mark.skipif("lo" not in dict(map(reversed, socket.if_nameindex())), reason="asks Linux")
+def test_gloo_takes_the_interface_on_the_way_to_host_0():
+    assert start.interface_for_gloo("127.0.0.1") == "lo"
+    # Any address of the loopback's network is reached over it, and has no name of its own there.
+    assert start.address_towards("127.0.0.9") == "127.0.0.1"
+    assert start.interface_for_gloo("127.0.0.9") == "lo"
+    assert start.address_towards("no.such.host.invalid") is None
+    assert start.interface_for_gloo("no.such.host.invalid") is None
 
 
 @pytest.mark.skipif("lo" not in dict(map(reversed, socket.if_nameindex())), reason="asks Linux")
-def test_gloo_takes_the_interface_on_the_way_to_host_0(monkeypatch):
-    assert interface_towards("127.0.0.1", monkeypatch) == "lo"
-    # Any address of the loopback's network is reached over it, and has no name of its own there.
-    assert start.address_towards("127.0.0.9") == "127.0.0.1"
-    assert interface_towards("127.0.0.9", monkeypatch) == "lo"
-    assert start.address_towards("no.such.host.invalid") is None
-    assert interface_towards("no.such.host.invalid", monkeypatch) is None
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    start._choose_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+@pytest.mark.parametrize(
+    ("nodes", "own", "told"), [(2, None, "lo"), (2, "eth7", "eth7"), (1, None, None)]
+)
+def test_ranks_of_several_hosts_are_told_the_interface(monkeypatch, nodes, own, told):
+    """Also those of scripts that start their process group themselves."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if own is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", own)
+    with processes._environment(Ranks(nproc=1, nodes=nodes, rendezvous="127.0.0.9:1")):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == told
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == own
