@@ -152,7 +152,7 @@ def run_steps(
     scaler = scaler or scaler_for(workload)
     step = partial(take_step, workload, plan, optimizer=optimizer, scaler=scaler)
     taken = []
-    for number in range(_first_step(kept, steps), WARM_UP + steps):
+    for number in range(first_step(kept, steps), WARM_UP + steps):
         taken.append(step(draw(number)))
         saved = kept is not None and kept.step()
         progress(number + 1, WARM_UP + steps)
@@ -166,7 +166,7 @@ def run_steps(
     return _summary(run_of(model), plan, spent, peak, last.size)
 
 
-def _first_step(kept: Checkpoint | None, steps: int) -> int:
+def first_step(kept: Checkpoint | None, steps: int) -> int:
     """The number of the first step to be made."""
     made = kept.resume() if kept is not None else 0
     if kept is not None and made >= WARM_UP + steps:

@@ -68,7 +68,7 @@ def test_main_weights_go_on(ranks, tmp_path: Path, name: str):
 def widens(rank: int, folder: str) -> None:
     """Main weights and float32 state go where no chunks are updated, and come again."""
     options = {"dtype": torch.bfloat16, "data": False}
-    expected = saves(rank, "sharded", 2, folder, **options)
+    expected = saves(rank, "sharded", 2, folder, dtype=torch.bfloat16)
     second = Trained(rank, PLANS["priority"](2), folder, seed=2, every=1, keep=1, **options)
     second.ckpt.resume()
     found = second.digest()

@@ -10,6 +10,7 @@ import random
 import shutil
 from collections import Counter, OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from meshwright.executor.checkpoint.boxes import CutPiece, HeldPart, TensorBox, 
 from meshwright.executor.checkpoint.holdings import StateTensor
 from meshwright.executor.checkpoint.index import find_damage, read_index
 from meshwright.executor.checkpoint.values import decode_value, encode_value
+from meshwright.executor.launch.train import first_step
 from meshwright.planner.schema.errors import InputError, RunError
 from torch import Tensor
 
@@ -293,6 +295,14 @@ def test_boxes_are_what_is_held(peers: int, cut: int | None, stride_order: tuple
     filled(part, own.clone(), full)
     assert seen.sum() == 2 * own.numel()
     assert set(seen.unique().tolist()) <= {0.0, 2.0}
+
+
+def test_a_training_that_is_over_is_told():
+    kept: Any = SimpleNamespace(resume=lambda: 7, folder=Path("kept"))
+    assert first_step(kept, 6) == 7
+    assert first_step(None, 6) == 0
+    with pytest.raises(InputError, match="in kept is of step 7, and 5 steps with 2 to warm up are"):
+        first_step(kept, 5)
 
 
 def test_flat_boxes_are_few():
