@@ -23,6 +23,8 @@ idle."""
 
 CONTROL_BACKEND = "gloo"
 """Control vectors live on the host, whatever carries the tensors."""
+DEVICE_BACKEND = "nccl"
+"""What carries tensors on GPUs, where the default group has it."""
 # The process groups made so far, by the default group that they belong to. The next plan that is
 # applied uses them again: each costs threads and connections, which torch never gives back while
 # the default group lives.
@@ -127,17 +129,26 @@ def make_world(
     by_host: Iterable[tuple[int, int]] = (),
     *,
     crossing: bool = False,
+    host_tensors: bool = True,
 ) -> World:
     """Creates the groups for layouts of ``degrees`` and for ``subsets``, layouts that leave ranks
     idle, for tensors on ``device``; with ``crossing`` also one for what goes straight from one
     division to another. ``by_host`` are (degree, peers on a host) of gradients that are exchanged
-    by host, on gloo. Collective over all ranks.
+    by host, on gloo. Without ``host_tensors``, none of the model being on the host, groups on GPUs
+    have no sockets of gloo beside, of which each rank would have one to every other in every group.
+    Collective over all ranks.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     limit = timedelta(seconds=timeout_s + GRACE_S)
-    make = partial(_make_group, rank, placement, device, limit)
+    make_by = partial(_make_group, rank, placement, device, limit)
     everyone = [range(size)]
-    control = make("control", everyone, CONTROL_BACKEND)
+    control = make_by("control", everyone, CONTROL_BACKEND)
+    # None: all that the default group has, for tensors of the host and of devices.
+    backend = None if host_tensors or not _has_device_backend(device) else DEVICE_BACKEND
+
+    def make(label: str, divisions: Sequence[Sequence[int]]) -> Group:
+        return make_by(label, divisions, backend)
+
     world = World(rank, size, placement.index(rank), tuple(placement), control)
     subset_layouts = sorted({one for subset in subsets for one in (subset, flat(subset))})
     # Sorted, as each creation is collective: all ranks must come to it in one order.
@@ -159,10 +170,7 @@ def make_world(
             world.full_gradients[place] = make(f"full gradients{told}", same)
         if place in fully_sharded:
             world.unshards[place] = make(f"unshards{told}", same)
-    for degree, each in sorted(by_host):
-        if not world.gradients[degree].on_stream:
-            layout = Layout(groups=size // degree, degree=degree)
-            world.hosts[degree, each] = _host_groups(make, layout, each, placement)
+    _add_host_groups(world, make, by_host)
     if crossing:
         world.crossings[range(size)] = make("redistribution", everyone)
     for layout in subset_layouts:
@@ -170,6 +178,16 @@ def make_world(
             if span not in world.crossings:
                 world.crossings[span] = make("redistribution in parts", [span])
     return world
+
+
+def _add_host_groups(
+    world: World, make: Callable[..., Group], by_host: Iterable[tuple[int, int]]
+) -> None:
+    """Those of gradients that are exchanged by host, which no device's streams carry."""
+    for degree, each in sorted(by_host):
+        if not world.gradients[degree].on_stream:
+            layout = Layout(groups=world.size // degree, degree=degree)
+            world.hosts[degree, each] = _host_groups(make, layout, each, world.placement)
 
 
 def _host_groups(
@@ -198,6 +216,10 @@ def flat(layout: Layout) -> Layout:
     return Layout(groups=layout.size, first=layout.first)
 
 
+def _has_device_backend(device: torch.device) -> bool:
+    return device.type == "cuda" and DEVICE_BACKEND in str(dist.get_backend_config())
+
+
 def _make_group(
     rank: int,
     placement: Sequence[int],
@@ -222,8 +244,8 @@ def _make_group(
                 known[key] = dist.new_group(sorted(ranks), timeout=limit, backend=backend)
         if rank in ranks:
             handle, on_stream = known.get(key), False
-            if handle is not None and backend is None and device.type == "cuda":
-                on_stream = "nccl" in str(dist.get_backend_config(handle))
+            if handle is not None and backend != CONTROL_BACKEND and device.type == "cuda":
+                on_stream = DEVICE_BACKEND in str(dist.get_backend_config(handle))
             where = device if on_stream else torch.device("cpu")
             mine = Group(ranks, ranks.index(rank), handle, label, on_stream, where)
     return mine
