@@ -156,9 +156,11 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
         (unit.layout.degree, unit.peers_per_host) for unit in plan.units if unit.peers_per_host > 1
     }
     crossing = any(leaves_to_other_division(unit, rest) for unit, rest in divided(plan))
+    tensors = (*model.parameters(), *model.buffers())
     world = make_world(
         placement, degrees, device, limit, sharded, fully_sharded, parts, by_host,
         crossing=crossing, host_count=local.hosts if local else 1,
+        host_tensors=any(t.device.type == "cpu" for t in tensors),
     )  # fmt: skip
     watch = Watchdog(world.rank, len(placement), limit, run=next(_runs))
     return Run(whole, world, watch, lossy)

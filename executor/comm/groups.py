@@ -24,6 +24,8 @@ idle."""
 
 CONTROL_BACKEND = "gloo"
 """Control vectors live on the host, whatever carries the tensors."""
+DEVICE_BACKEND = "nccl"
+"""What carries tensors on GPUs, where the default group has it."""
 # The process groups made so far, by the default group that they belong to. The next plan that is
 # applied uses them again: each costs threads and connections, which torch never gives back while
 # the default group lives.
@@ -151,20 +153,30 @@ def make_world(
     *,
     crossing: bool = False,
     host_count: int = 1,
+    host_tensors: bool = True,
 ) -> World:
     """Creates the groups for layouts of ``degrees`` and for ``subsets``, layouts that leave ranks
     idle, for tensors on ``device``; with ``crossing`` also one for what goes straight from one
     division to another. ``by_host`` are (degree, peers on a host) of gradients that are exchanged
     by host, on gloo. With a ``host_count`` above 1 the positions are divided into so many equal
-    runs, hosts that train apart, for one of which all else is said. Collective over all ranks.
+    runs, hosts that train apart, for one of which all else is said. Without
+    ``host_tensors``, none of the model being on the host, groups on GPUs have no sockets of gloo
+    beside, of which each rank would have one to every other in every group. Collective over all
+    ranks.
     """
     rank, size = dist.get_rank(), dist.get_world_size() // host_count
     limit = timedelta(seconds=timeout_s + GRACE_S)
     host, position = divmod(placement.index(rank), size)
     hosts = [tuple(placement[size * h : size * (h + 1)]) for h in range(host_count)]
-    make = partial(_make_group, rank, hosts, device, limit)
+    make_by = partial(_make_group, rank, hosts, device, limit)
     everyone = [range(size)]
-    control = make("control", everyone, CONTROL_BACKEND)
+    control = make_by("control", everyone, CONTROL_BACKEND)
+    # None: all that the default group has, for tensors of the host and of devices.
+    backend = None if host_tensors or not _has_device_backend(device) else DEVICE_BACKEND
+
+    def make(label: str, divisions: Sequence[Sequence[int]]) -> Group:
+        return make_by(label, divisions, backend)
+
     all_hosts, apart = _groups_between(rank, placement, size, device, limit)
     world = World(
         rank, size, position, hosts[host], control,
@@ -191,10 +203,7 @@ def make_world(
         if place in fully_sharded:
             world.unshards[place] = make(f"unshards{told}", same)
     world.agreed.update(_agreed_groups(make, size, host_count, places))
-    for degree, each in sorted(by_host):
-        if not world.gradients[degree].on_stream:
-            layout = Layout(groups=size // degree, degree=degree)
-            world.hosts[degree, each] = _host_groups(make, layout, each, placement)
+    _add_host_groups(world, make, by_host)
     if crossing:
         world.crossings[range(size)] = make("redistribution", everyone)
     for layout in subset_layouts:
@@ -250,6 +259,16 @@ def _agreed_groups(
     return found
 
 
+def _add_host_groups(
+    world: World, make: Callable[..., Group], by_host: Iterable[tuple[int, int]]
+) -> None:
+    """Those of gradients that are exchanged by host, which no device's streams carry."""
+    for degree, each in sorted(by_host):
+        if not world.gradients[degree].on_stream:
+            layout = Layout(groups=world.size // degree, degree=degree)
+            world.hosts[degree, each] = _host_groups(make, layout, each, world.placement)
+
+
 def _host_groups(
     make: Callable[..., Group], layout: Layout, each: int, placement: Sequence[int]
 ) -> HostGroups:
@@ -276,6 +295,10 @@ def flat(layout: Layout) -> Layout:
     return Layout(groups=layout.size, first=layout.first)
 
 
+def _has_device_backend(device: torch.device) -> bool:
+    return device.type == "cuda" and DEVICE_BACKEND in str(dist.get_backend_config())
+
+
 def _make_group(
     rank: int,
     hosts: Sequence[Sequence[int]],
@@ -300,8 +323,8 @@ def _make_group(
                 known[key] = dist.new_group(sorted(ranks), timeout=limit, backend=backend)
         if rank in ranks:
             handle, on_stream = known.get(key), False
-            if handle is not None and backend is None and device.type == "cuda":
-                on_stream = "nccl" in str(dist.get_backend_config(handle))
+            if handle is not None and backend != CONTROL_BACKEND and device.type == "cuda":
+                on_stream = DEVICE_BACKEND in str(dist.get_backend_config(handle))
             where = device if on_stream else torch.device("cpu")
             mine = Group(ranks, ranks.index(rank), handle, label, on_stream, where)
     return mine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import streams
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.comm import groups, watchdog
 from meshwright.executor.gradients.topk import SAMPLED_FROM, largest
+from meshwright.executor.redistribution.statistics import Statistics
 from streams import on_streams
 from synchronisations import counted
 from test_exchanges import Net, data, made
@@ -40,12 +42,15 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def asks(kind: str) -> list[str]:
+def asks(kind: str, statistics: str = "local") -> list[str]:
     """Where the host waits in later steps."""
+    plan = made(kind)
+    goal = msgspec.structs.replace(plan.goal, batch_statistics=statistics)
+    plan = msgspec.structs.replace(plan, goal=goal)
     with on_streams() as device, counted() as places:
         model = Net().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        apply(model, optimizer, made(kind), timeout_s=30)
+        apply(model, optimizer, plan, timeout_s=30)
         for number in range(2 * MEASURED):
             x, y = data(4, number, device)
             if number == MEASURED:
@@ -67,6 +72,20 @@ def test_dropping_asks_once_in_a_step(alone: None) -> None:
     places = asks("dropped")
     assert len(places) == MEASURED, places
     assert all("gradients/dropping.py" in place for place in places)
+
+
+def test_statistics_of_the_whole_batch_ask_for_nothing(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added, before = [], Statistics.sum
+
+    def add(self: Statistics, vector: torch.Tensor, doing: str) -> torch.Tensor:
+        added.append(doing)
+        return before(self, vector, doing)
+
+    monkeypatch.setattr(Statistics, "sum", add)
+    assert asks("barrier", "global") == []
+    assert len(added) > 2 * 2 * MEASURED  # in each forward and backward
 
 
 def test_topk_asks_once_for_a_large_gradient() -> None:

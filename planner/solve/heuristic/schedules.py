@@ -67,7 +67,8 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
         plain, sharded = without_shards(allowed), without_shards(allowed, SHARDING[1:])
         found = search(plain)
         if found.plan is not None and offloads(found.plan) and plain is not allowed:
-            return _better_of(problem, found, search(without_offload(sharded)))
+            instead = (without_offload(sharded), without_offload(allowed))
+            return _better_of(problem, found, _first_plan(instead, search))
         if found.plan is not None:
             if plain is allowed or not _quicker_in_shards(problem, found, found.plan):
                 return found
@@ -132,11 +133,11 @@ def offloads(plan: Plan) -> bool:
     return any(unit.memory == "offload" for unit in plan.units)
 
 
-def _better_of(problem: Problem, offloaded: Result, other: Result) -> Result:
+def _better_of(problem: Problem, offloaded: Result, other: Result | None) -> Result:
     """The plan that offloads, unless that which shards instead is clearly quicker."""
     # Copies are waited for: parameters that are gathered over a quick link take less.
     assert offloaded.plan is not None
-    if other.plan is None:
+    if other is None or other.plan is None:
         return offloaded
     planned = "with offload and with sharded exchange"
     if clearly_better(problem, other.plan.prediction, offloaded.plan):

@@ -9,16 +9,16 @@ from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.cluster import Cluster, Device, Node
 from meshwright.planner.schema.errors import InputError
-from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.evaluate import limits_bytes, make_plan
 from meshwright.planner.solve.host_memory import PINNED_ROUNDING, PINNED_SHARE
 from meshwright.planner.solve.problem import Problem
-from meshwright.planner.solve.solver import solve
+from meshwright.planner.solve.solver import expand_pins, solve
 
-from tests.strategies import chain_profile, linear
+from tests.strategies import chain_profile, cluster, linear
 
 KIB = 1024
 HOME = Option(data_parallel(1))
@@ -79,6 +79,33 @@ def test_no_plan_takes_more_of_the_host(solver: str, count: int) -> None:
         assert found.plan is not None
         away = [u.name for u in found.plan.units if u.memory == "offload"]
         assert 1 <= len(away) <= 3
+
+
+@pytest.mark.parametrize(("host_bytes_per_s", "taken"), [(1e7, "fully_sharded"), (1e13, "offload")])
+def test_shards_are_taken_where_copies_would_take_longer(
+    host_bytes_per_s: float, taken: str
+) -> None:
+    """What does not fit as it is fits with offload, and with parameters in shards."""
+    units = [linear(f"u{i}", 512, 512, 1e-5, 512.0 * KIB) for i in range(4)]
+    profile = chain_profile(units, bytes_per_sample=2048.0, features=512)
+    links = cluster(4, inter=1e11)
+    device = msgspec.structs.replace(links.devices[0], host_bytes_per_s=host_bytes_per_s)
+    nodes = tuple(msgspec.structs.replace(node, devices=(device,)) for node in links.nodes)
+    links = msgspec.structs.replace(links, nodes=nodes)
+    free = make_plan(profile, links, Goal(batch=16), schedule="priority")
+    limit = int(max(free.prediction.peak_bytes) * 0.97)
+    goal = Goal(batch=16, memory_limit_bytes=limit, pins=(Pin(unit="*", only=(data_parallel(4),)),))
+    capability = msgspec.structs.replace(
+        EVERYTHING, memory=("keep", "offload"), early_release=False, branches=False,
+        exchange=("dense", "sharded", "fully_sharded"),
+    )  # fmt: skip
+    problem = Problem(
+        profile, links, goal, capability=capability, schedule="priority", shard_if_needed=True
+    )
+    plan = solve(expand_pins(problem), "integer", 20.0).checked()
+    found = {unit.memory for unit in plan.units} | {unit.exchange for unit in plan.units}
+    assert taken in found
+    assert not {"offload", "fully_sharded"} <= found
 
 
 def test_the_reserve_is_taken_off_and_said() -> None:

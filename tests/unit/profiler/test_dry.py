@@ -84,7 +84,7 @@ def test_seven_billion_parameters_on_64_devices(tmp_path):
     ranks = [r for one in found["timelines"] for r in one["ranks"]]
     assert sorted(ranks) == list(range(64))
     for one in found["timelines"]:
-        assert one["limit_bytes"] == 80 * 2**30
+        assert one["limit_bytes"] == 75 * 2**30  # less what tensors cannot have
         for moment in one["moments"]:
             held = sum(v for k, v in moment.items() if k not in ("unit", "phase"))
             assert 0 < held <= one["limit_bytes"]
