@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..comm.control import Control, PendingGather
 from .buckets import GradParam
-from .feedback import LossyGradGroup, l1
+from .feedback import LossyGradGroup, drop_what_overflowed, l1
 from .slices import Slice
 
 
@@ -191,9 +191,8 @@ class DroppedGradGroup(LossyGradGroup):
         if gradient is self._kept:  # an empty tensor, which stands for what is in the residual
             return
         new = l1(gradient)
-        if math.isfinite(new):
-            self.agreement.note(param, l1(self.feedback[param].add(gradient)) + new)
-        else:
-            # It would spoil what is held. Should the next overflow as well, it is sent and shows.
-            self.agreement.note(param, math.inf)
+        # Should the next overflow as well, it shows: of what has, the size is infinite, and it is
+        # sent.
+        drop_what_overflowed(gradient, new)
+        self.agreement.note(param, l1(self.feedback[param].add(gradient)) + new)
         self.gradients[param] = self._kept
