@@ -19,6 +19,8 @@ from meshwright.executor.checkpoint.index import read_index
 from meshwright.planner.schema.errors import InputError, RunError
 from torch import nn
 
+from tests.sampling import sampled
+
 LOSSLESS = [name for name in PLANS if name not in LOSSY]
 
 
@@ -50,15 +52,13 @@ def test_goes_on_bit_for_bit(ranks, tmp_path: Path, name: str):
 FOUR = ["divided", "divided and fully sharded", "burst, priority", "topk", "dropped"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", sampled(FOUR, 2))
 def test_four_ranks_go_on_bit_for_bit(ranks, tmp_path: Path, name: str):
     for found in ranks(4)(goes_on, name, 4, str(tmp_path), optimizer=optimizer_for(name)):
         assert found == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sharded", "fully sharded", "divided and sharded"])
+@pytest.mark.parametrize("name", sampled(["sharded", "fully sharded", "divided and sharded"], 1))
 def test_main_weights_go_on(ranks, tmp_path: Path, name: str):
     options = {"dtype": torch.bfloat16}
     for found in ranks(2)(goes_on, name, 2, str(tmp_path), **options):
@@ -129,8 +129,7 @@ OTHER_RANKS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("saved", "before", "other", "after"), OTHER_RANKS)
+@pytest.mark.parametrize(("saved", "before", "other", "after"), sampled(OTHER_RANKS, 2))
 def test_another_number_of_ranks(ranks, tmp_path: Path, saved, before, other, after):
     expected = ranks(before)(saves, saved, before, str(tmp_path))
     for found, _ in ranks(after)(loads, other, after, str(tmp_path)):

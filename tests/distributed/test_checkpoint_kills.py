@@ -13,6 +13,8 @@ import pytest
 from checkpoints import trains
 from meshwright.executor.checkpoint.folder import steps_in
 
+from tests.sampling import sampled
+
 LIMIT_S = 90.0
 
 
@@ -96,8 +98,9 @@ def preloaded() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["checkpoints"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "seed"), [("divided and fully sharded", 1), ("topk", 2)])
+@pytest.mark.parametrize(
+    ("name", "seed"), sampled([("divided and fully sharded", 1), ("topk", 2)], 1)
+)
 def test_three_kills(tmp_path: Path, name: str, seed: int):
     ends_as_undisturbed(tmp_path, name, 3, seed)
 

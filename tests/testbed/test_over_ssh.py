@@ -20,6 +20,7 @@ from meshwright.planner.schema.report import RunReport
 
 from benchmarks.testbed import Bed, Host, missing
 from tests.processes import wait_until
+from tests.sampling import sampled
 from tests.ssh import plan_for_hosts
 
 SERVER = Path("/usr/sbin/sshd")
@@ -147,8 +148,7 @@ def test_a_plan_runs_on_two_hosts_to_its_end(hosts):
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        *sampled([(signal.SIGINT, 130), (signal.SIGTERM, 143)], 1),
         (signal.SIGKILL, -9),
     ],
 )
@@ -172,8 +172,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "sentence"), REFUSED)
+@pytest.mark.parametrize(("arguments", "sentence"), sampled(REFUSED, 2))
 def test_what_is_not_as_it_should_be_is_one_sentence(hosts, arguments, sentence):
     on_host_1 = '#!/bin/sh\nif [ "$(hostname)" = host1 ]; then {0}; fi\nexec {1} "$@"\n'
     without = "unset PYTHONPATH; set -- -S -c 'import meshwright'"
@@ -195,7 +194,7 @@ def test_what_is_not_as_it_should_be_is_one_sentence(hosts, arguments, sentence)
     assert re.search(sentence, said[0]), said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_host_that_is_not_there(hosts):
     code, _, err = hosts.ended(hosts.start(hosts=("--hosts", "host0,absent")))
     assert code == 2
@@ -229,7 +228,7 @@ def test_two_launches_at_once(hosts):
     hosts.check_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hosts_with_different_numbers_of_ranks(hosts):
     save(plan_for_hosts(3), hosts.folder / "three.json")
     (hosts.folder / "meet.py").write_text(
