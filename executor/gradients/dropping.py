@@ -193,6 +193,6 @@ class DroppedGradGroup(LossyGradGroup):
         new = l1(gradient)
         # Should the next overflow as well, it shows: of what has, the size is infinite, and it is
         # sent.
-        drop_what_overflowed(gradient, new)
+        drop_what_overflowed(gradient, new, on_stream=param.group.on_stream)
         self.agreement.note(param, l1(self.feedback[param].add(gradient)) + new)
         self.gradients[param] = self._kept

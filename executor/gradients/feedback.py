@@ -60,9 +60,13 @@ class Lossy:
 
 
 class ErrorFeedback:
-    """What one parameter's exchange holds back, in a buffer of the gradient's size."""
+    """What one parameter's exchange holds back, in a buffer of the gradient's size. ``on_stream``
+    says that it is computed on a device, of which the host asks nothing."""
 
     _residual: Tensor | None = None
+
+    def __init__(self, *, on_stream: bool = False) -> None:
+        self._on_stream = on_stream
 
     @property
     def residual(self) -> Tensor | None:
@@ -85,7 +89,7 @@ class ErrorFeedback:
         elements = flat(self._residual)
         taken = elements[index]
         elements[index] = 0
-        drop_what_overflowed(elements, taken)
+        drop_what_overflowed(elements, taken, on_stream=self._on_stream)
         return taken
 
     def take_all(self, gradient: Tensor) -> None:
@@ -132,12 +136,12 @@ class HostMirror(ErrorFeedback):
         self._host = None if residual is None else _on_host(residual).copy_(residual)
 
 
-def drop_what_overflowed(held: Tensor, taken: Tensor) -> None:
+def drop_what_overflowed(held: Tensor, taken: Tensor, *, on_stream: bool) -> None:
     """Puts zeros for what is infinite or no number in ``held``, of which the largest elements are
     ``taken``. These show the overflow to all ranks, in the step that it belongs to; what stays
     would spoil every later one."""
-    # On a CPU looking is quicker than writing. On a GPU the host would wait for the answer.
-    if held.device.type != "cpu" or not bool(torch.isfinite(taken).all()):
+    # On a CPU looking is quicker than writing. For a device's answer the host would wait.
+    if on_stream or not bool(torch.isfinite(taken).all()):
         held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -157,8 +161,8 @@ def feedback_of(param: GradParam) -> ErrorFeedback:
     """Where a parameter's feedback is kept."""
     # A host that is the device needs no copies.
     if param.feedback == "host_mirror" and param.parameter.device.type != "cpu":
-        return HostMirror()
-    return ErrorFeedback()
+        return HostMirror(on_stream=param.group.on_stream)
+    return ErrorFeedback(on_stream=param.group.on_stream)
 
 
 def folds_at_once(param: GradParam) -> bool:

@@ -332,7 +332,7 @@ class TopkGradGroup(LossyGradGroup):
         index = largest(flat(residual), topk_elements(residual.numel(), self.topk.share(param)))
         values = self.feedback[param].take(index)
         if velocity is not None:
-            drop_what_overflowed(velocity, values)
+            drop_what_overflowed(velocity, values, on_stream=param.group.on_stream)
         if velocity is not None and residual is not new:  # where it is, nothing was held before
             delayed = values != flat(new)[index].mul_(rate)
             flat(velocity).index_fill_(0, index[delayed], 0)
