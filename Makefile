@@ -10,7 +10,9 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SINGLE := $(TEST) -n auto --dist loadfile tests/unit tests/property
 SEVERAL := $(TEST) tests/distributed tests/gpu tests/testbed
 # What another Python or other versions of what we build on would break first.
-SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/cli tests/unit/test_imports.py tests/distributed/test_training.py
+SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/test_imports.py tests/distributed/test_training.py
+# Of the command line all but what plans a lot, which takes minutes.
+SMOKE += tests/unit/cli --ignore tests/unit/cli/test_planning.py
 
 .PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-gpu bench-planner bench-deeppool bench-lossy bench-local-steps bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
 
