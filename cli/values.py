@@ -74,7 +74,15 @@ def _number(text: str, above: float | None, least: float, most: float) -> float:
 
 def amount(words: str) -> OptionInfo:
     """An option that takes an amount of memory, in bytes."""
-    return _option(_parse_bytes, "SIZE", words)
+    return _option(_whole_amount, "SIZE", words)
+
+
+def _whole_amount(text: str) -> int:
+    """As ``_parse_bytes``, but of a device or a host nobody means so few bytes."""
+    found = _parse_bytes(text)
+    if found < _FEW and text.strip().isdigit():
+        raise InputError(f"{text} is {text} bytes: write a unit, as in {text}GiB")
+    return found
 
 
 def amounts(words: str) -> OptionInfo:
@@ -109,6 +117,10 @@ def _counts(text: str) -> tuple[int, ...]:
     if min(found) < 1:
         raise InputError(f"{text!r} holds {min(found)}, which cannot be: give at least 1")
     return found
+
+
+# Below this a plain number is taken for one whose unit was forgotten.
+_FEW = 2**20
 
 
 def _parse_bytes(text: str) -> int:

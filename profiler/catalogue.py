@@ -13,6 +13,7 @@ import msgspec
 
 from ..planner.schema.cluster import Cluster, Device, Level, Node
 from ..planner.schema.errors import InputError
+from ..planner.schema.text import size
 
 GIB = 2**30
 TERA, GIGA = 1e12, 1e9
@@ -221,8 +222,8 @@ def _stated(device: Device, reserve_bytes: int | None, host_gbyte_s: float | Non
     if reserve_bytes is not None:
         if not 0 <= reserve_bytes < device.memory_bytes:
             raise InputError(
-                f"a reserve of {reserve_bytes} bytes leaves nothing of the device's "
-                f"{device.memory_bytes}: reserve less ({_option('reserve')})"
+                f"a reserve of {size(reserve_bytes)} leaves nothing of the device's "
+                f"{size(device.memory_bytes)}: reserve less ({_option('reserve')})"
             )
         device = msgspec.structs.replace(device, reserve_bytes=reserve_bytes)
     if host_gbyte_s is not None:

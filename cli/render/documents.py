@@ -292,6 +292,17 @@ def _devices(node: Node) -> str:
     return "; ".join(f"{len(list(equal))} x {text}" for text, equal in shown)
 
 
+def _shown(node: Node) -> tuple[str, str, str]:
+    """A node's devices; what of their memory is kept back and what the host has; their link to the
+    host's memory."""
+    reserved = max(device.reserve_bytes for device in node.devices)
+    parts = [f"{size(reserved)} of each kept back"] if reserved else []
+    if node.host_memory_bytes is not None:
+        parts.append(f"{size(node.host_memory_bytes)} in the host")
+    rates = [d.host_bytes_per_s for d in node.devices if d.host_bytes_per_s is not None]
+    return _devices(node), ", ".join(parts), rate(min(rates)) if rates else ""
+
+
 # Hosts of unequal links that a table lists, the slowest first.
 LISTED_HOSTS = 8
 
@@ -303,8 +314,10 @@ def cluster_table(cluster: Cluster) -> Table:
     count = "one device" if cluster.world_size == 1 else f"{cluster.world_size} devices"
     title = f"{cluster.name}: {count} on {hosts}"
     table = empty_table(title, ("", "", "latency", "bandwidth"), left=2)
-    for devices, equal in groupby(cluster.nodes, _devices):
+    for (devices, memory, link), equal in groupby(cluster.nodes, _shown):
         table.add_row(names_of([node.name for node in equal]), devices, "", "")
+        if memory or link:
+            table.add_row("", memory or "a device and the host's memory", "", link)
     for level in cluster.levels:
         where = "between nodes" if level.name == "inter" else "inside a node"
         if level.name == "inter" and cluster.pair_bytes_per_s:

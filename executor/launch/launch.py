@@ -225,6 +225,11 @@ def ranks_of_hosts(plan: Plan, asked: int | Sequence[int] | None, nodes: int) ->
     asked for, one number for each host or one for all."""
     if asked is None:
         each, left = divmod(plan.world_size, max(nodes, 1))
+        if not each:
+            raise InputError(
+                f"the plan has {plan.world_size} ranks and {nodes} hosts were named: use "
+                f"{plan.world_size} of them at most"
+            )
         if left:
             raise InputError(
                 f"the plan's {plan.world_size} ranks do not divide over {nodes} hosts: use as many "

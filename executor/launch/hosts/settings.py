@@ -151,7 +151,9 @@ def read_hostfile(path: Path) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is no text"
-        raise InputError(f"cannot read the hostfile {path}: {why}") from None
+        raise InputError(
+            f"cannot read the hostfile {path}: {why}; name a file with a host on each line"
+        ) from None
     names: list[str] = []
     slots: list[int | None] = []
     for number, line in enumerate(lines, start=1):
@@ -160,7 +162,12 @@ def read_hostfile(path: Path) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
             continue
         name, *rest = words
         given = re.fullmatch(r"slots=([1-9][0-9]{0,5})", rest[0]) if rest else None
-        if not _NAME.fullmatch(name) or len(rest) > 1 or (rest and not given):
+        if rest and (not given or len(rest) > 1):
+            raise InputError(
+                f"line {number} of {path} has {' '.join(rest)!r} after its host: write slots=N "
+                "with the ranks of it, as in 'user@node1 slots=4', or nothing"
+            )
+        if not _NAME.fullmatch(name):
             raise InputError(
                 f"line {number} of {path} is no host: {line.strip()!r}; write a host, as in "
                 "'user@node1 slots=4'"

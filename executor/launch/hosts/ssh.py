@@ -167,11 +167,15 @@ def why_not_there(host: str, code: int, lines: Sequence[str], hosts: Hosts) -> M
     for words, sentence in known:
         if words in said:
             return InputError(f"host {host}: {sentence}")
+    if code == SSH_FAILED and any(words in last for words in _OWN_WORDS):
+        return InputError(f"ssh was told what it does not take ({last}): correct its options here")
     if code == SSH_FAILED:
         return InputError(f"host {host} cannot be reached: {last}; see whether ssh {host} works")
     return RunError(f"host {host} ended before it began: {last}")
 
 
+# Of its command line and its configuration ssh says so, before it looks for a host.
+_OWN_WORDS = ("command-line", "config file", "configuration option")
 _INSTALL = (
     "install the same on all hosts, or say what starts the right Python there (--remote-python)"
 )

@@ -32,6 +32,19 @@ def test_equal_nodes_share_a_row(meshwright):
     assert len(json.loads(meshwright(*arguments, "--json").out)["nodes"]) == 64
 
 
+def test_what_is_kept_back_and_what_hosts_have_is_shown(meshwright):
+    arguments = ("cluster", "--device", "a100-sxm-40gb", "--nodes", 2, "--inter-gbit-s", 1)
+    done = meshwright(
+        *arguments, "--reserve", "3GiB", "--host-memory", "64GiB", "--host-gbyte-s", 20
+    )
+    assert done.code == 0, done.err
+    assert "3.00 GiB of each kept back, 64.00 GiB in the host" in " ".join(done.out.split())
+    assert "160 Gbit/s" in done.out
+    refused = meshwright(*arguments, "--reserve", "3")
+    assert refused.code == 2
+    assert refused.err == "meshwright: --reserve 3 is 3 bytes: write a unit, as in 3GiB\n"
+
+
 def test_nodes_that_differ_have_rows_of_their_own():
     small = Device(name="t4", memory_bytes=16 * 2**30)
     made = cluster_of(5)

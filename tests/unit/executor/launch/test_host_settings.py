@@ -61,14 +61,21 @@ def test_a_hostfile(tmp_path):
         counts_of(Hosts(("a", "b"), (2, None)))
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["a slots=0", "a slots=x", "a slots=1 more", "a b", "a;b", "slots=2", "-a", "a slots=-1"],
-)
+@pytest.mark.parametrize("line", ["a;b", "slots=2", "-a"])
 def test_a_line_that_is_no_host_is_told_by_its_number(tmp_path, line):
     path = tmp_path / "hosts"
     path.write_text(f"node1\n{line}\n")
     with pytest.raises(InputError, match=f"line 2 of .*hosts is no host: {line!r}"):
+        read_hostfile(path)
+
+
+@pytest.mark.parametrize(
+    "rest", ["slots=0", "slots=x", "slots=1 more", "b", "slots=-1", "max_slots=4"]
+)
+def test_what_follows_a_host_and_is_no_number_of_slots_is_told(tmp_path, rest):
+    path = tmp_path / "hosts"
+    path.write_text(f"node1\nnode2 {rest}\n")
+    with pytest.raises(InputError, match=f"line 2 of .*hosts has {rest!r} after its host"):
         read_hostfile(path)
 
 

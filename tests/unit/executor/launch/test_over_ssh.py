@@ -99,6 +99,8 @@ def test_ssh_is_asked_no_question_and_given_one_command(ssh, tmp_path, monkeypat
         ("ssh: connect to host b port 22: Connection refused", 255, "host b cannot be reached"),
         ("ssh: connect to host b port 22: Connection timed out", 255, "host b cannot be reached"),
         ("ssh: Could not resolve hostname b: Name or service", 255, "host b: there is no host of"),
+        ("Can't open user config file x: No such file", 255, "ssh was told what it does not take"),
+        ('command-line line 0: no argument after keyword "port"', 255, "correct its options here"),
         ("b: Permission denied (publickey).", 255, r"host b: .*no key of yours.*\(publickey\)\)"),
         ("Host key verification failed.", 255, "host b: ssh does not know its key: .*ssh b"),
         ("REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed.", 255, "keygen"),

@@ -68,3 +68,8 @@ def test_ranks_of_several_hosts_are_told_the_interface(monkeypatch, nodes, own, 
     with processes._environment(Ranks(nproc=1, nodes=nodes, rendezvous="127.0.0.9:1")):
         assert os.environ.get("GLOO_SOCKET_IFNAME") == told
     assert os.environ.get("GLOO_SOCKET_IFNAME") == own
+
+
+def test_more_hosts_than_ranks_are_refused():
+    with pytest.raises(InputError, match="has 2 ranks and 3 hosts were named: use 2 of them"):
+        ranks_of_hosts(plan_for_hosts(2), None, 3)
