@@ -155,6 +155,8 @@ def launch(
     _check_belongs(given, "resume", "checkpoints: add --checkpoint FOLDER", checkpoint)
     found_hosts = asked.found_hosts()
     if dry_run or slurm is not None or kubernetes is not None:
+        if kubernetes is not None and checkpoint is not None:
+            note(f"pods keep checkpoints in {checkpoint}: mount a volume there that all share")
         words = elsewhere.own_words(context.params, given)
         asked.write(made, plan_file, words, script or (), elsewhere.Nodes(nnodes, nproc))
         return

@@ -102,14 +102,16 @@ def test_a_job_of_slurm_is_written_and_submitted(meshwright, plan_file, tmp_path
 
 def test_a_manifest_is_written(meshwright, plan_file, tmp_path):
     given = ("--nnodes", 4, "--kubernetes", "j.json", "--image", "i:1", "--gpus", 2)
-    done = meshwright("launch", plan_file, *given, "--folder", "/w", "t.py")
+    kept = ("--checkpoint", "/kept", "--no-resume")
+    done = meshwright("launch", plan_file, *given, *kept, "--folder", "/w", "t.py")
+    assert done.err == "note: pods keep checkpoints in /kept: mount a volume there that all share\n"
     assert done.out == "written to j.json; start it with: kubectl create -f j.json\n"
     _, job_set = json.loads((tmp_path / "j.json").read_text())["items"]
     pod = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     # The path of this machine's Python says nothing of an image.
     assert container["command"][:4] == ["python", "-m", "meshwright", "launch"]
-    assert "--nproc=2" in container["command"]
+    assert {"--nproc=2", "--checkpoint=/kept", "--no-resume"} <= set(container["command"])
     assert (container["workingDir"], container["image"]) == ("/w", "i:1")
 
 
