@@ -14,6 +14,7 @@ import msgspec
 from .executor.capability import CAPABILITY
 from .planner.explain import advice, calibration, why
 from .planner.explain import compare as comparing
+from .planner.explain import local_steps as hosts_apart
 from .planner.explain import memory_timeline as timelines
 from .planner.explain import what_if as changes
 from .planner.explain.advice import Advice
@@ -226,10 +227,11 @@ def quicker_on_fewer(
 def bottleneck(
     plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
 ) -> StepBottleneck:
-    """What bounds a plan's step, without a search; of a plan with local steps, the step that a host
-    makes by itself. The profile and the cluster are found as for ``explain``."""
+    """What bounds a plan's step, without a search. The profile and the cluster are found as for
+    ``explain``."""
     made, there = made_from(plan, profile, cluster)
-    plan, there = plan_of_host(plan, made, there)
+    if plan.local_steps is not None:
+        return hosts_apart.bottleneck(plan, made, there)
     return why.bottleneck(plan, made, there)
 
 
@@ -306,13 +308,17 @@ def explain(
     """Why a plan is as it is. The profile and the cluster that it was made from are found by their
     fingerprints where this machine made it; raises ``InputError`` where they are not. With
     ``what_if`` it is planned again with more of everything, ``time_limit_s`` for each question. Of
-    a plan with local steps the step is explained that a host makes by itself."""
+    a plan with local steps the units are those of a host by itself, and ``what_if`` asks for a
+    longer round and faster links only."""
     check_time_limit(time_limit_s)
     if best < 1:
         raise InputError(f"{best} alternatives explain nothing: ask for at least 1")
     made, there = made_from(plan, profile, cluster)
-    plan, there = plan_of_host(plan, made, there)
-    found = why.explain(plan, made, there, capability=capability_of(plan, CAPABILITY), best=best)
+    known = capability_of(plan, CAPABILITY)
+    if plan.local_steps is not None:
+        why.check_belongs(plan, made, there)
+        return hosts_apart.explain(plan, made, there, capability=known, best=best, what_if=what_if)
+    found = why.explain(plan, made, there, capability=known, best=best)
     if not what_if:
         return found
     problem = replace(problem_of(plan, made, there, CAPABILITY), progress=shown(progress))
@@ -324,7 +330,8 @@ def memory_timeline(
     plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
 ) -> MemoryTimeline:
     """What ranks hold at each point of a step under a plan, by class; of a plan with local steps,
-    without what they keep besides. The profile and the cluster are found as for ``explain``."""
+    without what they keep besides, which their limits leave room for. The profile and
+    the cluster are found as for ``explain``."""
     made, there = made_from(plan, profile, cluster)
     plan, there = plan_of_host(plan, made, there)
     return timelines.memory_timeline(plan, made, there)

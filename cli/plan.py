@@ -34,7 +34,7 @@ from .render.documents import (
     verdict,
 )
 from .render.explanations import explanation_tables
-from .render.memory import memory_tables, plot_memory
+from .render.memory import kept_sentences, memory_tables, plot_memory
 from .values import number, whole
 
 
@@ -148,6 +148,18 @@ def _samples(count: int) -> str:
     return "1 sample" if count == 1 else f"{count} samples"
 
 
+def _fewer_fragments(made: Plan) -> str | None:
+    """That fewer fragments were made than were asked for, and why."""
+    local, asked = made.local_steps, made.goal.fragments
+    if local is None or asked is None or len(local.fragments) >= asked:
+        return None
+    found = len(local.fragments)
+    return (
+        f"the model is averaged in {found} fragments, not in {asked}: each is of whole units, is "
+        "about as large as the others and leaves after an inner step of its own"
+    )
+
+
 def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: Any) -> list[str]:
     """The sentences below a plan; what its user should know of the request goes to stderr."""
     from .. import api
@@ -174,6 +186,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
             "hosts do not train apart: that is impossible here, or not predicted to be clearly "
             "quicker than this plan"
         )
+    note(_fewer_fragments(made))
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
     if cluster.on_gpus and made.leaves_idle:
@@ -249,7 +262,8 @@ def explain(
         if plot is not None:
             plot_memory(timeline, plot)
             note(f"drawn into {plot}")
-        deliver(timeline, None, json, *memory_tables(timeline, fold=not all_units))
+        tables = memory_tables(timeline, fold=not all_units)
+        deliver(timeline, None, json, *tables, *kept_sentences(made, timeline))
         return
     with progress("explaining") as step:
         found = api.explain(

@@ -7,11 +7,13 @@ from rich.table import Table
 from ...planner.cost.collectives import Fabric
 from ...planner.cost.compute import batch_counts, busiest_samples
 from ...planner.explain.compare import policy_words, segment_words
-from ...planner.explain.why import StepBottleneck
+from ...planner.explain.why import HostsWait, StepBottleneck
 from ...planner.schema.cluster import LINK_NAMES, Cluster, Node
+from ...planner.schema.local_steps import MOST_INNER_STEPS
 from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
 from ...planner.schema.text import expected, gap_text, rate, seconds, size
+from ...planner.solve.local_steps import HIDDEN
 from .comparisons import QUANTITIES
 from .folding import fold_short as folded
 from .folding import unfolded
@@ -56,12 +58,15 @@ def local_sentences(plan: Plan) -> list[str]:
         f"The {local.hosts} hosts train apart (local steps, DiLoCo): {parts} is averaged once in "
         f"{local.inner_steps} steps{late} (outer learning rate {local.outer_lr:g}, momentum "
         f"{local.outer_momentum:g}). That changes the training: compare with meshwright verify "
-        "PLAN --steps 50. The units' times, and what binds, are those of a host by itself."
+        "PLAN --steps 50. The units' times are those of a host by itself."
     ]
 
 
 def bound_sentence(found: StepBottleneck) -> str:
     """What bounds the step, and what its user could do about it."""
+    if found.hosts is not None and found.part == "averages":
+        part = f"{seconds(found.part_s)} of {seconds(found.step_s)}"
+        return f"Bound by waiting for other hosts ({part}): {_less_waiting(found, found.hosts)}."
     where = "" if found.link is None else LINK_NAMES[found.link]
     saved_s = 0.0 if found.faster_s is None else found.step_s - found.faster_s
     saves = seconds(saved_s) if saved_s > 0 else "nothing"
@@ -80,7 +85,26 @@ def bound_sentence(found: StepBottleneck) -> str:
             [] if blocking else ["or try --allow-lossy" if found.may_round else "or raise --batch"]
         )
     part = f"{seconds(found.part_s)} of {seconds(found.step_s)}"
-    return f"Bound by {what} ({part}): {', '.join(advice)}."
+    words = f"Bound by {what} ({part}): {', '.join(advice)}."
+    if found.hosts is not None and found.hosts.waited_s > HIDDEN * found.step_s:
+        waited = seconds(found.hosts.waited_s)
+        less = _less_waiting(found, found.hosts)
+        words += f" Waiting for other hosts takes {waited} of the step: {less}."
+    return words
+
+
+def _less_waiting(found: StepBottleneck, hosts: HostsWait) -> str:
+    """What would shorten the waiting for other hosts."""
+
+    def saves(then_s: float) -> str:
+        saved_s = found.step_s - then_s
+        return f"saves {seconds(saved_s)}" if saved_s > 0 else "saves nothing"
+
+    steps = 2 * hosts.inner_steps
+    longer = f"--inner-steps {steps} {saves(hosts.longer_s)}"
+    if steps > MOST_INNER_STEPS:
+        longer += f" (published as training about as well: up to {MOST_INNER_STEPS})"
+    return f"{longer}, twice the bandwidth between nodes {saves(hosts.faster_s)}"
 
 
 def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:

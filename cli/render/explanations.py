@@ -44,6 +44,11 @@ def explanation_tables(
     """Each unit's cost and what its alternatives would give, then what binds, then what more of
     anything would buy (of the ``objective`` of the goal)."""
     parts: list[Table | str] = [_units(found, fold=fold), *whole_sentences(found.units)]
+    if found.host_step_s is not None:
+        parts.append(
+            "The units' rows (layouts and steps) and the formula are those of a host by itself, "
+            f"whose step takes {seconds(found.host_step_s)}; all else is of the whole plan."
+        )
     parts += _words(found)
     # Without times nothing can be a multiple of one device's.
     if found.device_time.single_device_s:
@@ -52,7 +57,8 @@ def explanation_tables(
         rows = [_limit(use) for use in found.limits]
         parts.append(filled_table("Limits", ("", "used", "allowed", ""), rows))
     if found.gains:
-        parts.append(_gains(found.gains, objective))
+        known_by = "by the formula" if found.host_step_s is None else "as simulated"
+        parts.append(_gains(found.gains, objective, known_by))
     return parts
 
 
@@ -72,6 +78,7 @@ def _units(found: Explanation, *, fold: bool) -> Table:
     table.columns[0].no_wrap = not any(row.is_block for row in rows)
     if any(len(row.units) > 1 for row in rows):
         table.caption, table.caption_justify = FOLDED, "left"
+    now_s = found.step_s if found.host_step_s is None else found.host_step_s
     for row in rows:
         costs = (
             seconds(row.mean(lambda u: u.forward_s + u.backward_s)),
@@ -83,7 +90,7 @@ def _units(found: Explanation, *, fold: bool) -> Table:
             continue
         for i, other in enumerate(_best_alternatives(row.units)):
             lead = (row.indented, _option(row.units[0]), *costs) if i == 0 else ("",) * 5
-            change = f"{seconds(other.step_s)} ({_percent(other.step_s, found.step_s)})"
+            change = f"{seconds(other.step_s)} ({_percent(other.step_s, now_s)})"
             table.add_row(*lead, _option(other), change, _breaks(other))
     return table
 
@@ -124,6 +131,7 @@ def _words(found: Explanation) -> Iterator[str]:
         "compute": "computing",
         "blocking": "blocking communication",
         "exchange": "gradient exchange that nothing hides",
+        "averages": "waiting for other hosts, whose averages nothing hides",
     }[found.bound_by]
     yield f"The largest part of the step of {seconds(found.step_s)} is {largest}."
     if found.slowed_s > found.step_s:
@@ -155,9 +163,13 @@ def _words(found: Explanation) -> Iterator[str]:
     if found.exposed:
         worst = max(found.exposed, key=lambda e: e.seconds)
         every = seconds(sum(e.seconds for e in found.exposed))
+        what = f"gradients of {names_of(worst.units)}"
+        # Hosts that train apart exchange no gradients between them.
+        if found.host_step_s is not None and worst.link == "inter":
+            what = "averages over hosts"
         yield (
-            f"Exposed exchange: {every}, the largest part the gradients of "
-            f"{names_of(worst.units)} ({seconds(worst.seconds)}, {worst.link})."
+            f"Exposed exchange: {every}, the largest part the {what} ({seconds(worst.seconds)}, "
+            f"{worst.link})."
         )
     else:
         yield "No gradient exchange is exposed."
@@ -195,18 +207,18 @@ def _limit(use: LimitUse) -> tuple[str, str, str, str]:
     return LIMITS[use.limit], shown(use.used), shown(use.available), share
 
 
-def _gains(gains: Sequence[Gain], objective: str) -> Table:
+def _gains(gains: Sequence[Gain], objective: str, known_by: str) -> Table:
     what = "step" if objective == "time" else "device time"
     rows = []
     for gain in gains:
         if gain.after_s is None:
             then = "not known" if gain.reason else "no plan found"
-            known_by = gain.reason or gain.method
-            rows.append((gain.change, seconds(gain.before_s), then, "", known_by))
+            method = gain.reason or gain.method
+            rows.append((gain.change, seconds(gain.before_s), then, "", method))
             continue
         share = gain.saved_s / gain.before_s if gain.before_s else 0.0
         saved = f"{100 * share:.1f}%" if share >= NEGLIGIBLE else "nothing"
         times = seconds(gain.before_s), seconds(gain.after_s)
         rows.append((gain.change, *times, saved, gain.method))
     headings = ("", f"{what} now", "then", "saves", "known by")
-    return filled_table(f"What more would buy ({what} by the formula)", headings, rows)
+    return filled_table(f"What more would buy ({what} {known_by})", headings, rows)

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ...planner.explain.memory_timeline import MemoryTimeline, RankTimeline
-from ...planner.schema.plan import CLASS_NAMES, Moment
+from ...planner.schema.plan import CLASS_NAMES, Moment, Plan
 from ...planner.schema.text import size
 from .plots import figure_in
 from .table import empty_table
@@ -30,6 +30,18 @@ def memory_tables(found: MemoryTimeline, *, fold: bool = True) -> list[Table | s
             f"{size(one.limit_bytes)}, of it {most}."
         )
     return parts
+
+
+def kept_sentences(plan: Plan, found: MemoryTimeline) -> list[str]:
+    """What hosts that train apart keep besides what the timeline shows."""
+    if plan.local_steps is None:
+        return []
+    fullest = max(plan.prediction.peak_bytes)
+    kept = fullest - max(one.peak.total for one in found.timelines)
+    return [
+        f"Besides, a rank keeps {size(kept)} of what hosts have agreed on and of messages, "
+        f"{size(fullest)} in all: the limit above is what this leaves."
+    ]
 
 
 def _classes(one: RankTimeline) -> list[str]:

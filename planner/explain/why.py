@@ -51,7 +51,8 @@ ROUNDING = 1 + 1e-9
 # Units, times the units that each simulation of one's alternatives goes through.
 MOST_SIMULATED = 20_000
 
-Part = Literal["compute", "blocking", "exchange"]
+Part = Literal["compute", "blocking", "exchange", "averages"]
+"""Parts of a step; ``averages`` are what hosts that train apart wait for."""
 
 
 class Exposure(NamedTuple):
@@ -175,7 +176,9 @@ class Explanation(Record, frozen=True, kw_only=True):
     (``binding``; of fewer device-seconds where that is the objective), where memory is tightest,
     what is exposed, every unit, and what more of anything would buy where that was asked.
     ``slowed_s`` is what a step may take with the background job that the goal allows (``step_s``
-    without one), ``device_time`` what its device-seconds are made of."""
+    without one), ``device_time`` what its device-seconds are made of. Where hosts train apart
+    ``host_step_s`` is the step that one makes by itself: the units, their alternatives and the term
+    are of that, all else of the whole plan."""
 
     step_s: Seconds
     slowed_s: Seconds
@@ -192,6 +195,7 @@ class Explanation(Record, frozen=True, kw_only=True):
     units: tuple[UnitExplanation, ...]
     device_time: DeviceTime
     gains: tuple[Gain, ...] = ()
+    host_step_s: Seconds | None = None
 
 
 def explain(
@@ -253,12 +257,23 @@ def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str
     yield from dict.fromkeys(b for a in every if getattr(a, what) < ours for b in a.breaks)
 
 
+class HostsWait(NamedTuple):
+    """How long a step of hosts that train apart waits for the averages over hosts, in rounds of
+    ``inner_steps``; and the whole step in rounds of twice as many (``longer_s``), or with twice the
+    bandwidth between hosts (``faster_s``)."""
+
+    waited_s: float
+    inner_steps: int
+    longer_s: float
+    faster_s: float
+
+
 class StepBottleneck(NamedTuple):
     """The largest part of a step of ``step_s``, and what would shorten it with the same decisions.
     ``link`` is where most of the communication that the rank waits for goes over, and ``faster_s``
     the step with twice its bandwidth; None where nothing is waited for. ``recompute_s`` is
     computing that is done again for lack of memory. ``may_round`` says that gradients could
-    travel in fewer bytes and it was not allowed."""
+    travel in fewer bytes and it was not allowed. ``hosts`` is of plans with local steps."""
 
     part: Part
     part_s: float
@@ -267,6 +282,7 @@ class StepBottleneck(NamedTuple):
     link: LevelName | None = None
     faster_s: float | None = None
     may_round: bool = False
+    hosts: HostsWait | None = None
 
 
 def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottleneck:
@@ -464,8 +480,7 @@ def device_time(done: Evaluation) -> DeviceTime:
     updates_s = sum(sizes[k] * model.unit(k, decisions[k]).update_s for k in units)
     # One device has no executor and nothing to wait for.
     single_device_s = single_device_batch_s(model)
-    trained = sum(p.bytes for owned in model.owned for p in owned if p.trainable)
-    once_s = trained * model.profile.update_seconds_per_byte(model.goal.optimizer)
+    once_s = update_once_s(model)
     # With branches side by side the step is a critical path, on which the units of a rank do not
     # add up: what is slowed by communication is then counted as waiting.
     branches = any(option.layout.first for option in decisions)
@@ -480,3 +495,9 @@ def device_time(done: Evaluation) -> DeviceTime:
         slowing_s=slowing_s,
         waiting_s=done.prediction.gpu_seconds - computing_s - slowing_s,
     )
+
+
+def update_once_s(model: CostModel) -> float:
+    """Seconds in which one device updates all parameters that are trained."""
+    trained = sum(p.bytes for owned in model.owned for p in owned if p.trainable)
+    return trained * model.profile.update_seconds_per_byte(model.goal.optimizer)

@@ -263,16 +263,16 @@ def _check_local_steps(
     outer_momentum: float | None,
 ) -> None:
     given = {
-        "number of inner steps": inner_steps,
-        "number of fragments": fragments,
-        "outer learning rate": outer_lr,
-        "outer momentum": outer_momentum,
+        "inner_steps": inner_steps,
+        "fragments": fragments,
+        "outer_lr": outer_lr,
+        "outer_momentum": outer_momentum,
     }
-    for what, value in given.items():
+    for name, value in given.items():
         if value is not None and not allowed:
             raise InputError(
-                f"the {what} of {value:g} is for local steps, which are not allowed: add "
-                "--allow-local-steps (allow_local_steps=True)"
+                f"--{name.replace('_', '-')} {value:g} ({name}={value:g}) says nothing without "
+                "--allow-local-steps (allow_local_steps=True): add that, or leave it out"
             )
     for what, count in (("number of inner steps", inner_steps), ("number of fragments", fragments)):
         if count is not None:

@@ -14,6 +14,7 @@ import msgspec
 from ..cost.collectives import Fabric
 from ..cost.cost import CostModel
 from ..cost.fragments import FRAGMENTS, FragmentCost, first_units, fragment_bytes, fragment_cost
+from ..schema.capability import Capability
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.goal import Goal, Pin
@@ -94,37 +95,43 @@ def host_cluster(cluster: Cluster) -> Cluster:
 
 def _of_host(problem: Problem) -> Problem:
     """What the ranks of one host are to train by: gradients stay inside it, whole and exact."""
-    hosts = len(problem.cluster.nodes)
-    known = problem.capability
-    capability = msgspec.structs.replace(
+    return replace(
+        problem,
+        cluster=host_cluster(problem.cluster),
+        goal=_host_goal(problem.profile, problem.cluster, problem.goal),
+        capability=host_capability(problem.capability),
+        placement=None,
+        explains=False,
+        progress=None,
+    )
+
+
+def host_capability(known: Capability) -> Capability:
+    """What of a ``known`` capability the ranks of one host may do."""
+    return msgspec.structs.replace(
         known,
         exchange=tuple(e for e in known.exchange if e not in SHARDING),
         idle_positions=False,
         branches=False,
         by_host=False,
     )
-    apart_bytes = kept_bytes(problem.profile, problem.cluster)
-    limits = limits_bytes(CostModel(problem.profile, problem.cluster, problem.goal))
-    goal = msgspec.structs.replace(
-        problem.goal,
-        batch=ceil(problem.goal.batch / hosts),
+
+
+def _host_goal(profile: ModelProfile, cluster: Cluster, goal: Goal) -> Goal:
+    """What is asked of one host: its part of the batch, in the memory that is left to it."""
+    hosts, apart_bytes = len(cluster.nodes), kept_bytes(profile, cluster)
+    limits = limits_bytes(CostModel(profile, cluster, goal))
+    return msgspec.structs.replace(
+        goal,
+        batch=ceil(goal.batch / hosts),
         # What cannot be kept is found out by the search, which is told of at least one byte.
         memory_limit_bytes=max(min(limits) - apart_bytes, 1),
         allow_lossy=False,
         min_fidelity=1.0,
-        pins=tuple(_inside(pin, hosts) for pin in problem.goal.pins),
+        pins=tuple(_inside(pin, hosts) for pin in goal.pins),
         allow_local_steps=False,
         inner_steps=None,
         fragments=None,
-    )
-    return replace(
-        problem,
-        cluster=host_cluster(problem.cluster),
-        goal=goal,
-        capability=capability,
-        placement=None,
-        explains=False,
-        progress=None,
     )
 
 
@@ -300,13 +307,25 @@ def refuse_local_steps(plan: Plan, done: str) -> None:
 
 def plan_of_host(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Plan, Cluster]:
     """A plan with local steps as the ranks of one host train by it, with the prediction of that
-    host by itself, and this host; another plan and its cluster as they are."""
+    host by itself, and this host; another plan and its cluster as they are. Its goal's limit on
+    memory is what hosts' agreed copies and messages leave (``kept_bytes``)."""
     if plan.local_steps is None:
         return plan, cluster
     inner, host = plan.inside_host, host_cluster(cluster)
-    goal = msgspec.structs.replace(inner.goal, allow_local_steps=False)
+    goal = _host_goal(profile, cluster, plan.goal)
     made = make_plan(
         profile, host, goal, decisions_of(inner), plan.micro_batches, inner.placement,
         schedule=plan.schedule, message_bytes=plan.message_bytes,
     )  # fmt: skip
     return msgspec.structs.replace(made, hypothetical=plan.hypothetical), host
+
+
+def round_of(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, inner_steps: int | None = None
+) -> Round:
+    """The round of a plan with local steps, simulated anew on ``cluster`` or with another number of
+    ``inner_steps``; averages are applied as late as is best then."""
+    assert plan.local_steps is not None
+    own, _ = plan_of_host(plan, profile, cluster)
+    rounds = _Rounds(profile, cluster, plan.goal, own.prediction.step_s)
+    return rounds.of(inner_steps or plan.local_steps.inner_steps)[1]

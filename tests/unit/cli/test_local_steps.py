@@ -12,6 +12,7 @@ from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import load, save
 from meshwright.planner.schema.report import Figures, RunReport
+from meshwright.planner.schema.text import seconds, size
 
 from tests.strategies import chain_profile, cluster, linear
 
@@ -68,7 +69,34 @@ def test_what_is_only_for_local_steps_needs_them(meshwright, files):
     profile, slow, _ = files
     done = meshwright("plan", profile, "-c", slow, "--batch", 64, "--inner-steps", 8)
     assert done.code == 2
-    assert "add --allow-local-steps" in done.sentence
+    assert "--inner-steps 8 (inner_steps=8) says nothing without --allow-local" in done.sentence
+    assert done.sentence.endswith("add that, or leave it out")
+
+
+def test_plan_and_explain_say_the_same_of_the_whole_step(meshwright, files, tmp_path):
+    profile, slow, _ = files
+    out, both = tmp_path / "plan.json", ("--profile", profile, "--cluster", slow)
+    done = meshwright(
+        "plan", profile, "-c", slow, "--batch", 4096, "--solver", "heuristic", "--schedule",
+        "barrier", "--allow-local-steps", "--inner-steps", 9, "--fragments", 9, "-o", out,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    plan = load(Plan, out)
+    step = seconds(plan.prediction.step_s)
+    said, noted = " ".join(done.out.split()), " ".join(done.err.split())
+    assert f"of {step}): --inner-steps 18 saves" in said
+    assert "note: the model is averaged in 3 fragments, not in 9: each is of whole" in noted
+    explained = meshwright("explain", out, *both)
+    told = " ".join(explained.out.split())
+    assert f"The largest part of the step of {step} is waiting for other hosts" in told
+    assert f"{size(max(plan.prediction.peak_bytes))} of " in told
+    assert "No gradient exchange is exposed" not in told
+    assert "the largest part the averages over hosts" in told
+    assert "The units' rows (layouts and steps) and the formula are those of a host" in told
+    assert "18 inner steps for 9" in told
+    assert "GiB of memory on every device" not in told
+    memory = " ".join(meshwright("explain", out, *both, "--memory").out.split())
+    assert f"{size(max(plan.prediction.peak_bytes))} in all" in memory
 
 
 @pytest.fixture

@@ -6,13 +6,17 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from meshwright.cli.render.documents import bound_sentence
 from meshwright.planner.cost.collectives import Fabric
+from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.fragments import (
     FragmentCost,
     first_units,
     fragment_bytes,
     fragment_cost,
 )
+from meshwright.planner.explain import local_steps as hosts_apart
+from meshwright.planner.explain import why
 from meshwright.planner.explain.advice import LOCAL_STEPS, advise
 from meshwright.planner.explain.compare import compare, with_exact_gradients
 from meshwright.planner.schema.capability import PLAIN
@@ -22,7 +26,7 @@ from meshwright.planner.schema.goal import make_goal
 from meshwright.planner.schema.local_steps import MOST_INNER_STEPS, LocalSteps
 from meshwright.planner.schema.record import decode, encode
 from meshwright.planner.simulate.local_round import simulate_round
-from meshwright.planner.solve.evaluate import evaluate
+from meshwright.planner.solve.evaluate import evaluate, evaluation
 from meshwright.planner.solve.local_steps import kept_bytes, plan_of_host
 from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve
@@ -296,8 +300,8 @@ def test_hosts_of_unequal_size():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"inner_steps": 8}, "the number of inner steps of 8 is for local steps, .* --allow-local"),
-        ({"outer_lr": 0.5}, "the outer learning rate of 0.5 is for local steps"),
+        ({"inner_steps": 8}, "--inner-steps 8 .* says nothing without --allow-local-steps"),
+        ({"outer_lr": 0.5}, r"--outer-lr 0.5 \(outer_lr=0.5\) says nothing without"),
         ({"allow_local_steps": True, "inner_steps": 0}, "number of inner steps of 0 cannot be"),
         ({"allow_local_steps": True, "fragments": 0}, "number of fragments of 0 cannot be"),
         (
@@ -328,3 +332,109 @@ def test_advise_names_them_with_their_round():
     assert way.why == "it would not be clearly quicker than the exact plan"
     alone = advise(problem_of(cluster(1, 4)), "heuristic")
     assert LOCAL_STEPS not in {way.name for way in alone.ways}
+
+
+# -- why it is so ----------------------------------------------------------------------------------
+
+
+def test_waiting_for_other_hosts_bounds_a_round_that_is_too_short():
+    profile, links = profile_of(), links_of(5)
+    made, _ = planned(links, inner_steps=4)
+    found = hosts_apart.bottleneck(made, profile, links)
+    assert (found.part, found.step_s) == ("averages", made.prediction.step_s)
+    # On one device a host exchanges nothing by itself.
+    assert found.part_s == pytest.approx(made.prediction.exposed_s)
+    assert found.hosts.inner_steps == 4
+    # What would shorten the step is what planning so predicts.
+    longer, _ = planned(links, inner_steps=8)
+    faster, _ = planned(links_of(10), inner_steps=4)
+    assert found.hosts.longer_s == pytest.approx(longer.prediction.step_s)
+    assert found.hosts.faster_s == pytest.approx(faster.prediction.step_s)
+    sentence = bound_sentence(found)
+    assert sentence.startswith("Bound by waiting for other hosts (")
+    assert ": --inner-steps 8 saves " in sentence
+    assert "published" not in sentence
+    assert "twice the bandwidth between nodes saves nothing" not in sentence
+
+
+def test_a_host_bounds_a_round_that_hides_the_link():
+    profile, links = profile_of(), links_of(50)
+    made, _ = planned(links)
+    found = hosts_apart.bottleneck(made, profile, links)
+    assert (found.part, found.part_s) == ("compute", made.prediction.compute_s)
+    assert found.step_s == made.prediction.step_s
+    assert "other hosts" not in bound_sentence(found)
+
+
+def test_what_is_waited_for_besides_computing_is_said():
+    # The longest round, on links that it does not hide.
+    profile, links = profile_of(), links_of(0.14)
+    made, _ = planned(links)
+    found = hosts_apart.bottleneck(made, profile, links)
+    assert made.local_steps.inner_steps == MOST_INNER_STEPS
+    assert (found.part, found.part_s) == ("compute", made.prediction.compute_s)
+    sentence = bound_sentence(found)
+    assert "Waiting for other hosts takes" in sentence
+    assert "--inner-steps 1000 saves" in sentence
+    assert "up to 500" in sentence
+
+
+@pytest.mark.parametrize("objective", ["step", "gpu-seconds"])
+def test_explained_is_the_whole_plan(objective):
+    profile, links = profile_of(), links_of(5, each=2, intra=1e10)
+    limits = {"memory_limit_bytes": 10**9, "step_limit_s": 10.0, "amplification_limit": 1e3}
+    made, _ = planned(links, inner_steps=4, objective=objective, **limits)
+    own, _ = plan_of_host(made, profile, links)
+    found = hosts_apart.explain(made, profile, links, capability=CAPABILITY, best=1, what_if=True)
+    whole = made.prediction
+    assert found.host_step_s == own.prediction.step_s < found.step_s == whole.step_s
+    assert found.bound_by == "averages"
+    assert found.baseline_s == made.baseline.step_s
+    waited = sum(e.seconds for e in found.exposed)
+    assert waited == pytest.approx(whole.exposed_s)
+    assert (found.needed_bytes, found.available_bytes) == (max(whole.peak_bytes), 10**9)
+    used = {use.limit: (use.used, use.available) for use in found.limits}
+    assert used["memory_limit_bytes"] == (found.needed_bytes, 10**9)
+    assert used["time_limit_s"] == (whole.step_s, 10.0)
+    assert used["amplification_limit"][0] == whole.gpu_seconds
+    # One device computes the batch of all hosts, and the parts add up.
+    time = found.device_time
+    model = CostModel(profile, links, make_goal(64))
+    together = why.device_time(evaluation(model, model.baseline))
+    assert time.single_device_s == together.single_device_s
+    assert time.used_s == pytest.approx(whole.gpu_seconds)
+    assert time.updates_s == pytest.approx(together.updates_s)
+    assert time.shares_s == pytest.approx(together.shares_s)
+    assert time.waiting_s > 0.5 * time.used_s
+    longer, _ = planned(links, inner_steps=8, objective=objective, **limits)
+    then = longer.prediction.step_s if objective == "step" else longer.prediction.gpu_seconds
+    rounds, wider = found.gains
+    assert rounds.change == "8 inner steps for 4"
+    assert rounds.after_s == pytest.approx(then)
+    assert wider.change == "twice the bandwidth between nodes"
+    assert wider.saved_s > 0
+    without = hosts_apart.explain(
+        made, profile, links, capability=CAPABILITY, best=1, what_if=False
+    )
+    assert without.gains == ()
+
+
+def test_alternatives_of_a_host_have_the_memory_that_is_left_to_it():
+    profile, links = profile_of(), links_of(50, each=2, intra=1e10)
+    made, _ = planned(links)
+    known = msgspec.structs.replace(CAPABILITY, styles=PLAIN.styles)
+
+    def alternatives(limit=None):
+        goal = msgspec.structs.replace(made.goal, memory_limit_bytes=limit)
+        found = hosts_apart.explain(
+            msgspec.structs.replace(made, goal=goal), profile, links, capability=known, best=3,
+            what_if=False,
+        )  # fmt: skip
+        return [other for unit in found.units for other in unit.alternatives]
+
+    # The fullest of a host's other choices would fit by itself, and not beside what is kept.
+    most = max(other.peak_bytes for other in alternatives())
+    limited = alternatives(most + kept_bytes(profile, links) - 1)
+    assert {other.exchange for other in limited} == {"dense"}
+    assert {other.fits for other in limited} == {True, False}
+    assert all(other.fits == (other.peak_bytes < most) for other in limited)

@@ -1,0 +1,166 @@
+"""Why a plan with local steps is as it is: what a host decides, and what the round adds.
+
+What a host decides is explained as any plan (``why``). The round adds to its step waiting for
+averages over hosts and applying them, and to its memory what hosts have agreed on.
+"""
+
+import msgspec
+
+from ..cost.budget import gpu_seconds_limit, single_device_batch_s
+from ..cost.cost import CostModel
+from ..schema.capability import Capability
+from ..schema.cluster import Cluster, LevelName
+from ..schema.local_steps import MOST_INNER_STEPS
+from ..schema.plan import Plan
+from ..schema.profile import ModelProfile
+from ..simulate.local_round import Round
+from ..solve.local_steps import host_capability, kept_bytes, plan_of_host, round_of
+from . import why
+from .what_if import Gain, with_rates
+from .why import DeviceTime, Explanation, Exposure, HostsWait, LimitUse, Part, StepBottleneck
+
+
+def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottleneck:
+    """What bounds the whole step of a plan with local steps: waiting for other hosts, or what
+    bounds the step that a host makes by itself."""
+    own, host = plan_of_host(plan, profile, cluster)
+    found, whole = why.bottleneck(own, profile, host), plan.prediction
+    wait = _wait(plan, own, profile, cluster)
+    parts: dict[Part, float] = {
+        "compute": whole.compute_s,
+        "blocking": whole.blocking_s,
+        "exchange": own.prediction.exposed_s,
+        "averages": wait.waited_s,
+    }
+    part: Part = "averages" if wait.waited_s > parts[found.part] else found.part
+    faster_s = None
+    if found.link is not None:
+        faster_s = round_of(plan, profile, _twice(cluster, found.link)).step_s
+    return found._replace(
+        part=part, part_s=parts[part], step_s=whole.step_s, faster_s=faster_s, hosts=wait
+    )
+
+
+def _wait(plan: Plan, own: Plan, profile: ModelProfile, cluster: Cluster) -> HostsWait:
+    longer, faster = _shorter(plan, profile, cluster)
+    assert plan.local_steps is not None
+    return HostsWait(
+        waited_s=max(plan.prediction.exposed_s - own.prediction.exposed_s, 0.0),
+        inner_steps=plan.local_steps.inner_steps,
+        longer_s=longer.step_s,
+        faster_s=faster.step_s,
+    )
+
+
+def _shorter(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Round, Round]:
+    """The round of twice as many inner steps, and that with twice the bandwidth between hosts."""
+    assert plan.local_steps is not None
+    longer = round_of(plan, profile, cluster, 2 * plan.local_steps.inner_steps)
+    return longer, round_of(plan, profile, _twice(cluster, "inter"))
+
+
+def _twice(cluster: Cluster, level: LevelName) -> Cluster:
+    return with_rates(cluster, level, lambda rate: 2 * rate)
+
+
+def explain(
+    plan: Plan,
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    capability: Capability,
+    best: int,
+    what_if: bool,
+) -> Explanation:
+    """As ``why.explain``: the units and their alternatives are those of a host by itself, the
+    step, its parts, its limits and what would shorten it those of the whole plan."""
+    own, host = plan_of_host(plan, profile, cluster)
+    found = why.explain(own, profile, host, capability=host_capability(capability), best=best)
+    kept, whole = kept_bytes(profile, cluster), plan.prediction
+    bound = bottleneck(plan, profile, cluster)
+    exposed = found.exposed
+    if bound.hosts is not None and bound.hosts.waited_s > 0:
+        names = tuple(unit.name for unit in plan.units)
+        exposed = (*exposed, Exposure(names, "inter", bound.hosts.waited_s))
+    return msgspec.structs.replace(
+        found,
+        step_s=whole.step_s,
+        slowed_s=plan.slowed_s,
+        baseline_s=plan.baseline.step_s,
+        bound_by=bound.part,
+        limits=tuple(_of_whole(use, plan, profile, cluster) for use in found.limits),
+        tightest_rank=plan.placement[own.placement.index(found.tightest_rank)],
+        needed_bytes=found.needed_bytes + kept,
+        available_bytes=found.available_bytes + kept,
+        exposed=exposed,
+        device_time=_device_time(found.device_time, plan, profile, cluster),
+        gains=_gains(plan, own, profile, cluster) if what_if else (),
+        host_step_s=own.prediction.step_s,
+    )
+
+
+def _of_whole(use: LimitUse, plan: Plan, profile: ModelProfile, cluster: Cluster) -> LimitUse:
+    """What the whole plan uses of a limit of which a host by itself uses so much."""
+    used, available = use.used, use.available
+    if use.limit == "memory_limit_bytes":
+        kept = kept_bytes(profile, cluster)
+        used, available = used + kept, available + kept
+    elif use.limit == "time_limit_s":
+        used = plan.slowed_s
+    elif use.limit == "amplification_limit":
+        used = plan.prediction.gpu_seconds
+        available = gpu_seconds_limit(CostModel(profile, cluster, plan.goal))
+    return LimitUse(limit=use.limit, used=used, available=available)
+
+
+def _device_time(
+    own: DeviceTime, plan: Plan, profile: ModelProfile, cluster: Cluster
+) -> DeviceTime:
+    """The device-seconds of all hosts, beside one device that computes the whole batch."""
+    assert plan.local_steps is not None
+    hosts, model = plan.local_steps.hosts, CostModel(profile, cluster, plan.goal)
+    single_s, once_s = single_device_batch_s(model), why.update_once_s(model)
+    # Of both sums one update on one device is counted as updating.
+    computing_s = hosts * (own.shares_s + own.single_device_s - once_s)
+    shares_s = computing_s - (single_s - once_s)
+    updates_s = hosts * (own.updates_s + once_s) - once_s
+    executor_s = hosts * own.executor_s
+    slowed_s = round_of(plan, profile, cluster).slowed_s
+    slowing_s = hosts * own.slowing_s + plan.world_size * slowed_s
+    used_s = plan.prediction.gpu_seconds
+    return DeviceTime(
+        used_s=used_s,
+        single_device_s=single_s,
+        shares_s=shares_s,
+        updates_s=updates_s,
+        executor_s=executor_s,
+        slowing_s=slowing_s,
+        waiting_s=used_s - single_s - shares_s - updates_s - executor_s - slowing_s,
+    )
+
+
+def _gains(plan: Plan, own: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Gain, ...]:
+    """What a longer round and faster links would buy. Other questions change what a host decides
+    and the round with it, and are for planning again."""
+    assert plan.local_steps is not None
+    hosts, steps = plan.local_steps.hosts, plan.local_steps.inner_steps
+    each, of_devices = own.world_size, plan.goal.objective == "gpu_seconds"
+
+    def objective_s(step_s: float) -> float:
+        if not of_devices:
+            return step_s
+        return hosts * (own.prediction.gpu_seconds + each * (step_s - own.prediction.step_s))
+
+    longer, faster = _shorter(plan, profile, cluster)
+    change = f"{2 * steps} inner steps for {steps}"
+    if 2 * steps > MOST_INNER_STEPS:
+        change += f" (published: up to {MOST_INNER_STEPS})"
+    return tuple(
+        Gain(
+            change=words,
+            before_s=objective_s(plan.prediction.step_s),
+            after_s=objective_s(after.step_s),
+            method="the round simulated again",
+        )
+        for words, after in ((change, longer), ("twice the bandwidth between nodes", faster))
+    )
