@@ -192,6 +192,8 @@ def test_hosts_hear_that_the_launcher_is_there(ssh, monkeypatch):
     ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
 def test_signals_are_passed_on(ssh, tmp_path, number, error):
+    # A shell that starts the tests in the background has it ignored, and Python leaves it so.
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)
     for host in "ab":
         begun, got = (str(tmp_path / f"{what}-{host}") for what in ("begun", "got"))
         behave_as_host(
@@ -211,6 +213,7 @@ def test_signals_are_passed_on(ssh, tmp_path, number, error):
     with pytest.raises(error):
         launched()
     thread.join()
+    signal.signal(signal.SIGINT, interrupts)
     assert signal.getsignal(signal.SIGTERM) == before
     assert {p.read_text() for p in tmp_path.glob("got-*")} == {str(int(number))}
     assert not alive(ssh)
