@@ -94,7 +94,16 @@ class SshHosts:
     ) -> subprocess.Popen[str]:
         """A launcher on host 0, which is told nothing of the network."""
         command = [
-            *("env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, "-m", "meshwright", "launch"),
+            *(
+                "env",
+                "--default-signal=INT",
+                "-u",
+                "GLOO_SOCKET_IFNAME",
+                sys.executable,
+                "-m",
+                "meshwright",
+                "launch",
+            ),
             *(plan, *hosts, "--ssh-config", str(self.folder / "client")),
             *arguments,
         ]
