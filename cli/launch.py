@@ -224,7 +224,7 @@ def _how_to_go_on(folder: Path, *, here: bool, resume: bool) -> str:
     found = latest_whole(folder, by_size=True)
     if found.index is not None:
         return f"stopped; {command} {found.sentence}"
-    return f"stopped, with no whole checkpoint in {folder}: nothing is there to go on from"
+    return f"stopped; there is no whole checkpoint in {folder} to go on from"
 
 
 def _too_few(is_script: bool) -> str:
