@@ -541,7 +541,7 @@ def launch(
         return launch_over_ssh(work, hosts, at_end, say)
     # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
-    keeping = keeping_for(checkpoint, checkpoint_every, resume=resume, say=say)
+    keeping = keeping_for(checkpoint, checkpoint_every, resume=resume)
     return launch(plan, script, steps, ranks, background_job, keeping, at_end, say)
 
 

@@ -16,9 +16,10 @@ from ..executor.launch.hosts.settings import (
     read_hostfile,
     variables,
 )
+from ..executor.notes import note
 from ..planner.schema.errors import InputError
 from ..planner.schema.plan import Plan
-from .output import check_out, note
+from .output import check_out
 
 if TYPE_CHECKING:
     from ..executor.launch.hosts.command import HostCommand

@@ -1,7 +1,8 @@
 """``verify``, ``launch``, ``export`` and ``demo``: a plan held to one process, a plan at work, what
 came of it, all of it."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,13 +10,14 @@ import typer
 
 from ..executor.launch.background import AtEnd, Background
 from ..executor.launch.progress import console
-from ..planner.schema.errors import InputError, RunError
+from ..executor.notes import note
+from ..planner.schema.errors import InputError, RunError, StoppedError
 from ..planner.schema.plan import Plan
 from ..planner.schema.record import load
 from ..planner.schema.report import RunReport
 from ..planner.schema.text import size
 from . import options
-from .output import check_out, deliver, note
+from .output import check_out, deliver
 from .render.comparisons import (
     losses_sentence,
     losses_table,
@@ -172,26 +174,65 @@ def launch(
             grace_s=background_grace,
             log=str(background_log),
         )
+
+    def at_end(found: RunReport | None) -> None:
+        if found is not None:
+            _show(found, made, report, json=json)
+        elif node_rank == 0:
+            note(f"nothing was measured: {_too_few(bool(script))}")
+
     # The report is shown when the run is over. This may return later, when the background is done.
-    api.launch(
-        made,
-        script or (),
-        steps=steps,
-        ranks_here=nproc,
-        nodes=nnodes,
-        node_rank=node_rank,
-        rendezvous=None if found_hosts else rendezvous,
-        timeout_s=timeout,
-        # With --json stdout is the report's alone.
-        quiet=json,
-        hosts=found_hosts,
-        background=background_job,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        at_end=lambda found: _show(found, made, report, first=node_rank == 0, json=json),
-        say=note,
-    )
+    with _telling_how_to_go_on(checkpoint, here=found_hosts is None, resume=resume):
+        api.launch(
+            made,
+            script or (),
+            steps=steps,
+            ranks_here=nproc,
+            nodes=nnodes,
+            node_rank=node_rank,
+            rendezvous=None if found_hosts else rendezvous,
+            timeout_s=timeout,
+            # With --json stdout is the report's alone.
+            quiet=json,
+            hosts=found_hosts,
+            background=background_job,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            at_end=at_end,
+            say=note,
+        )
+
+
+@contextlib.contextmanager
+def _telling_how_to_go_on(folder: Path | None, *, here: bool, resume: bool) -> Iterator[None]:
+    """Where the block is stopped (Ctrl-C) and checkpoints are kept in ``folder``, says which of
+    them there is to go on from; it is ``here`` unless other hosts have it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder is None:
+            raise
+        raise StoppedError(_how_to_go_on(folder, here=here, resume=resume)) from None
+
+
+def _how_to_go_on(folder: Path, *, here: bool, resume: bool) -> str:
+    from ..executor.checkpoint.latest import latest_whole
+
+    command = "the same command" if resume else "the same command without --no-resume"
+    if not here:
+        return f"stopped; {command} goes on from the latest whole checkpoint in {folder}"
+    # By their sizes: who has pressed Ctrl-C does not wait for many gigabytes to be read.
+    found = latest_whole(folder, by_size=True)
+    if found.index is not None:
+        return f"stopped; {command} {found.sentence}"
+    return f"stopped; there is no whole checkpoint in {folder} to go on from"
+
+
+def _too_few(is_script: bool) -> str:
+    if is_script:
+        return "the script made fewer than two optimizer steps under the plan"
+    return "fewer than 3 of --steps were left, and the first two only warm up"
 
 
 def given_options(context: typer.Context) -> set[str]:
@@ -222,21 +263,15 @@ def _note_differences(plan: Plan, nproc: Sequence[int] | None, nnodes: int, node
             note(text)
 
 
-def _show(
-    found: RunReport | None, plan: Plan, path: Path | None, *, first: bool, json: bool
-) -> None:
-    """What was measured, on the ``first`` host."""
-    if found is not None:
-        deliver(found, path, json, measured_table(found))
-        limit, taken = plan.goal.memory_limit_bytes, found.measured.peak_bytes
-        if limit is not None and taken is not None and taken > limit:
-            note(
-                f"tensors took {size(taken)} and the plan was made for {size(limit)}: where that "
-                f"much is not there, plan with a --memory-limit that is lower by "
-                f"{size(taken - limit)}"
-            )
-    elif first:
-        note("nothing was measured: the script made fewer than two optimizer steps under the plan")
+def _show(found: RunReport, plan: Plan, path: Path | None, *, json: bool) -> None:
+    """What was measured."""
+    deliver(found, path, json, measured_table(found))
+    limit, taken = plan.goal.memory_limit_bytes, found.measured.peak_bytes
+    if limit is not None and taken is not None and taken > limit:
+        note(
+            f"tensors took {size(taken)} and the plan was made for {size(limit)}: where that much "
+            f"is not there, plan with a --memory-limit that is lower by {size(taken - limit)}"
+        )
 
 
 def _at_end(word: str | None) -> AtEnd | None:
@@ -251,14 +286,16 @@ def export(
     out_: Annotated[
         Path,
         typer.Option(
-            "--out", "-o", help="A .pt or .safetensors file, or a folder, to write the weights to."
+            "--out",
+            "-o",
+            help="A .pt, .pth or .safetensors file, or a folder, to write the weights to.",
         ),
     ],
 ) -> None:
-    """Write the weights of the latest checkpoint as one file that any tool reads."""
+    """Write the weights of the latest whole checkpoint as one file that any tool reads."""
     from ..executor.checkpoint.weights import export as export_weights
 
-    found = export_weights(folder, out_)
+    found = export_weights(folder, out_, say=note)
     console().print(f"the weights of {found} are written to {out_}")
 
 

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from ..executor.launch.progress import progress
+from ..executor.notes import note
 from .options import AllUnits, Json, PrecisionName, out
-from .output import check_out, deliver, note
+from .output import check_out, deliver
 from .render.documents import cluster_table, units_table
 from .render.whole import whole_sentences
 from .values import amount, counts, number, whole

@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
+from ..executor.notes import note
 from ..planner.multiplex.jobs import Assumptions
 from ..planner.schema.cluster import Cluster
 from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
 from .options import Json, out
-from .output import check_out, deliver, note
+from .output import check_out, deliver
 from .render.multiplexing import cluster_tables
 from .render.plots import check_plots
 from .values import duration, number, whole

@@ -172,7 +172,9 @@ Script = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SCRIPT ARGS…]", help="What every rank runs (default: training)."),
 ]
-Steps = Annotated[int, whole("Steps to train, where no script is given.")]
+Steps = Annotated[
+    int, whole("Steps to measure where no script is given; with --checkpoint, in all.")
+]
 RanksHere = Annotated[
     Sequence[int] | None,
     counts("Ranks of each host, or such as 2,1 (default: the plan's over the hosts)."),

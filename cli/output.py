@@ -37,9 +37,3 @@ def deliver(record: Record, path: Path | None, json: bool, *parts: RenderableTyp
         screen.print(part)
     if path is not None:
         screen.print(f"written to {path}")
-
-
-def note(text: str | None) -> None:
-    """A remark on stderr, so that stdout stays the result's."""
-    if text:
-        print(f"note: {text}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..executor.launch.progress import progress
+from ..executor.notes import note
 from ..planner.explain.why import units_told
 from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError
@@ -22,7 +23,7 @@ from ..planner.schema.text import seconds
 from ..planner.solve.heuristic.resize import resized
 from ..planner.solve.request import made_from
 from . import options
-from .output import check_out, deliver, note
+from .output import check_out, deliver
 from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,

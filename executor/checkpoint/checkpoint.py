@@ -24,6 +24,7 @@ from ...planner.schema.record import encode, fingerprint
 from ..comm.agreement import every_rank_tells, rank_zero_decides, together
 from ..comm.groups import checkpoint_group
 from ..comm.worker_threads import spawn
+from ..notes import note
 from ..parallel import run_of
 from ..run import Run
 from .boxes import TensorBox
@@ -31,6 +32,7 @@ from .capture import Parts, capture, parameter_names
 from .folder import check_folder, discard, prepare, remove_older, step_name, steps_in
 from .holdings import StateTensor, holdings_of
 from .index import CheckpointIndex, find_damage, read_index
+from .latest import Latest, inside
 from .restore import Restoration
 from .storage import Description, save
 from .values import dtype_name, encode_value
@@ -95,8 +97,9 @@ def checkpoint(
         if run.apart is not None:
             raise InputError(
                 "hosts train apart under this plan (local steps), and a checkpoint holds what all "
-                "have alike: save mw.exchange_state_dict(model) on every rank with torch.save, or "
-                "plan without --allow-local-steps"
+                "have alike: save model.state_dict(), optimizer.state_dict() and "
+                "mw.exchange_state_dict(model) on every rank with torch.save, or plan without "
+                "--allow-local-steps"
             )
         path = _folder_of(folder)
         if optimizer is not None:
@@ -106,7 +109,7 @@ def checkpoint(
 
     path, each = together(checked)
     rank_zero_decides(lambda: prepare(path))
-    return Checkpoint(path, unwrapped(model), run, parts, each, keep)
+    return Checkpoint(path, unwrapped(model), run, parts, each, keep, launched=folder is None)
 
 
 def _folder_of(folder: str | Path | None) -> Path:
@@ -138,9 +141,19 @@ class Checkpoint:
     # are the points to which all ranks come with the same checkpoint behind them.
 
     def __init__(
-        self, folder: Path, model: nn.Module, run: Run, parts: Parts, every: int | None, keep: int
+        self,
+        folder: Path,
+        model: nn.Module,
+        run: Run,
+        parts: Parts,
+        every: int | None,
+        keep: int,
+        *,
+        launched: bool,
     ) -> None:
         self.folder = folder
+        # Whether the command line named the folder: then it is to be told what becomes of it.
+        self._launched = launched
         self._model, self._run, self._parts = model, run, parts
         self._every, self._keep = every, keep
         self._group = checkpoint_group(run.world, run.watch.timeout_s).handle
@@ -168,33 +181,41 @@ class Checkpoint:
         number of the step to make next. 0, with everything as it is, where there is none.
 
         Every file is compared with its hash before anything is loaded. A checkpoint that is damaged
-        is named in a warning, and the one before it is used. Under the plan that saved, on as many
+        is passed over, and the one before it is used: a warning of rank 0 names both. (A folder
+        that the launcher named gets a note on stderr in its place, which says in any case from
+        where the run goes on.) Under the plan that saved, on as many
         ranks, training goes on bit for bit as if it had not been interrupted. Under another plan or
         on another number of ranks, parameters and the optimizer's state are the same; of what a
         lossy exchange held back each rank gets the mean; a rank that was not there draws its own
         random numbers. Raises ``InputError`` where the checkpoint is of another model or optimizer,
         or none of several is whole; nothing has changed then.
         """
+        found = self.go_on()
+        if self._run.world.rank == 0:
+            if self._launched:
+                note(found.sentence)
+            elif found.damaged:
+                warnings.warn(found.sentence, stacklevel=2)
+        return found.step
+
+    def go_on(self) -> Latest:
+        """``resume()`` for a caller that tells of it himself: from where it goes on."""
         self.wait()
-        trouble: list[str] = []
+        found = self._latest().checked("copy one back, or name a new folder to begin anew")
+        if found.index is not None:
+            self._restore(found.index)
+        self._resumed = True
+        return found
+
+    def _latest(self) -> Latest:
+        damaged: dict[int, str] = {}
         self._found = rank_zero_decides(lambda: steps_in(self.folder))
         for step in self._found:
             index, damage = self._whole(step)
-            if index is None:
-                trouble.append(damage)
-                if self._run.world.rank == 0:
-                    warnings.warn(f"{damage}; the checkpoint before is used", stacklevel=2)
-                continue
-            self._restore(index)
-            self._resumed = True
-            return index.step
-        if trouble:
-            raise InputError(
-                f"no checkpoint in {self.folder} is whole ({trouble[0]}): copy one back, or name a "
-                "new folder to begin anew"
-            )
-        self._resumed = True
-        return 0
+            if index is not None:
+                return Latest(self.folder, index, damaged)
+            damaged[step] = inside(self.folder / step_name(step), damage)
+        return Latest(self.folder, None, damaged)
 
     def _whole(self, step: int) -> tuple[CheckpointIndex | None, str]:
         """The index of a checkpoint whose files are all as they were written, or what is not."""

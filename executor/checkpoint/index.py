@@ -108,12 +108,12 @@ def read_index(folder: Path) -> CheckpointIndex:
         sealed = msgspec.json.decode(data, type=_Sealed)
         # As written and no byte else: JSON has many ways to say one thing.
         if msgspec.json.encode(sealed) != data or _sha256(bytes(sealed.index)) != sealed.sha256:
-            raise InputError(f"{path} is damaged: its content does not fit its hash")
+            raise InputError(f"{path} is not as it was written (it does not fit its hash)")
         return msgspec.json.decode(sealed.index, type=CheckpointIndex)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path} is damaged: {error}") from None
+        raise InputError(f"{path} is not as it was written ({error})") from None
 
 
 def find_damage(folder: Path, file: StoredFile) -> str | None:
@@ -128,10 +128,24 @@ def find_damage(folder: Path, file: StoredFile) -> str | None:
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     if size != file.bytes:
-        return f"{path} is damaged: it has {size} bytes and was written with {file.bytes}"
+        return _of_another_size(path, size, file)
     if digest.hexdigest() != file.sha256:
-        return f"{path} is damaged: its content does not fit its hash"
+        return f"{path} is not as it was written (it does not fit its hash)"
     return None
+
+
+def find_wrong_size(folder: Path, file: StoredFile) -> str | None:
+    """The same at a look, without reading the file."""
+    path = folder / file.name
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None if size == file.bytes else _of_another_size(path, size, file)
+
+
+def _of_another_size(path: Path, size: int, file: StoredFile) -> str:
+    return f"{path} is not as it was written (it has {size} bytes of {file.bytes})"
 
 
 def _sha256(data: bytes) -> str:

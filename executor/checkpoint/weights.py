@@ -18,13 +18,13 @@ from ..comm.agreement import rank_zero_decides, together
 from ..parallel import full_state_dict, run_of
 from ..redistribution.shards import aliases
 from .capture import MODEL
-from .folder import step_name, steps_in
-from .index import find_damage, read_index
+from .folder import step_name
+from .latest import latest_whole
 from .safetensors import read_tensors, write_tensors
 from .storage import StoredTensors
 
 Weights = dict[str, Any]
-_TORCH, _SAFE = (".pt", ".pth", ".bin"), ".safetensors"
+_TORCH, _SAFE = (".pt", ".pth"), ".safetensors"
 # The names that transformers gives.
 _IN_FOLDER, _PARTS, _OLD = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
@@ -33,7 +33,7 @@ def save_model(model: nn.Module, path: str | Path) -> None:
     """Writes the whole weights of ``model``, as one process would have them, whole or not at all.
     Collective: rank 0 writes, all ranks call it.
 
-    ``path`` says how: ``.pt``, ``.pth`` or ``.bin`` is what ``torch.save(model.state_dict())``
+    ``path`` says how: ``.pt`` or ``.pth`` is what ``torch.save(model.state_dict())``
     makes, ``.safetensors`` a safetensors file, a name without suffix a folder with
     ``model.safetensors``, which for a model of transformers is what its ``save_pretrained`` makes
     (``from_pretrained`` reads it). Raises ``InputError`` for any other name, and where it cannot be
@@ -67,19 +67,20 @@ def load_model(model: nn.Module, path: str | Path) -> None:
     own.load_state_dict(together(read))
 
 
-def export(folder: str | Path, out: str | Path) -> Path:
-    """Writes the weights in the latest checkpoint in ``folder`` to ``out``, named as for
-    ``save_model``, and returns that checkpoint's path. Needs neither the model nor ranks. Raises
-    ``InputError`` where it is damaged or there is none."""
+def export(
+    folder: str | Path, out: str | Path, say: Callable[[str], None] = lambda text: None
+) -> Path:
+    """Writes the weights in the latest whole checkpoint in ``folder`` to ``out``, named as for
+    ``save_model``, and returns that checkpoint's path. Needs neither the model nor ranks. ``say``
+    is told of later ones that are damaged. Raises ``InputError`` where none is whole."""
     check_path(Path(out))
-    steps = steps_in(Path(folder))
-    if not steps:
+    found = latest_whole(Path(folder)).checked("copy one back, or name another folder")
+    index = found.index
+    if index is None:
         raise InputError(f"there is no checkpoint in {folder}: name a folder that has some")
-    checkpoint = Path(folder) / step_name(steps[0])
-    index = read_index(checkpoint)
-    damage = next((d for d in (find_damage(checkpoint, f) for f in index.files) if d), None)
-    if damage is not None:
-        raise InputError(f"{damage}: remove that checkpoint to take the one before")
+    if found.damaged:
+        say(f"takes the checkpoint of step {index.step} in {folder}{found.passed_over}")
+    checkpoint = Path(folder) / step_name(index.step)
     stored, begin = StoredTensors(checkpoint, index), f"{MODEL}/"
     weights = {
         tensor.name.removeprefix(begin): stored.whole(tensor)
@@ -95,8 +96,8 @@ def check_path(path: Path) -> None:
     if path.suffix in (*_TORCH, _SAFE) or path.is_dir() or not path.suffix:
         return
     raise InputError(
-        f"{path} does not say how weights are written: name a .pt or a .safetensors file, or a "
-        "folder"
+        f"{path} does not say how weights are written: name a .pt, .pth or .safetensors file, or a "
+        "folder (without a suffix)"
     )
 
 

@@ -60,11 +60,16 @@ def launch(
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunReport | None:
-    """See ``api.launch``. None where this host has no rank 0, or where a script made too few
-    optimizer steps under the plan to measure. ``say`` is told of the background job and of
+    """See ``api.launch``. None where this host has no rank 0, or where too few steps were made
+    under the plan to measure. ``say`` is told of the background job and of
     checkpoints."""
     check_plan(plan, ranks.world_size)
     check_script(script)
+    if keeping is not None and not script and plan.local_steps is not None:
+        raise InputError(
+            "hosts train apart under this plan (local steps), and a checkpoint holds what all have "
+            "alike: leave out --checkpoint, or plan without --allow-local-steps"
+        )
     run = partial(_run, plan, script, steps, keeping=keeping, say=say)
     if background is None:
         report = run(ranks)
@@ -139,11 +144,9 @@ def _run(
         raise with_a_plan_that_fits(error, plan) from None
 
 
-def keeping_for(
-    folder: str | Path | None, every: int, *, resume: bool, say: Callable[[str], None]
-) -> Keeping | None:
-    """How a run keeps checkpoints, and word of the one that it goes on from. Raises ``InputError``
-    for a folder that cannot be, and without ``resume`` for one that has some."""
+def keeping_for(folder: str | Path | None, every: int, *, resume: bool) -> Keeping | None:
+    """How a run keeps checkpoints. Raises ``InputError`` for a folder that cannot be, and without
+    ``resume`` for one that has some."""
     if folder is None:
         return None
     if every < 1:
@@ -156,8 +159,6 @@ def keeping_for(
             f"{folder} has checkpoints up to step {steps[0]}: name a new folder to begin anew, or "
             "go on from them (without --no-resume)"
         )
-    if steps:
-        say(f"goes on from the checkpoint of step {steps[0]} in {folder}")
     return Keeping(folder=str(path), every=every)
 
 

@@ -18,6 +18,7 @@ from ...planner.schema.plan import Plan
 from ...planner.schema.precision import Precision
 from ...planner.schema.record import Count, Record, load, save
 from ...planner.schema.report import RunReport
+from ..notes import note
 from .progress import Step, progress
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class Task(Record, frozen=True, kw_only=True):
 def run_task(
     task: Task, ranks: Ranks, answer: type[RecordT], plan: Plan | None = None
 ) -> RecordT | None:
-    """Starts ranks for a task and returns rank 0's answer; None on a host that has no rank 0.
+    """Starts ranks for a task and returns rank 0's answer; None on a host that has no rank 0, and
+    where it has none.
 
     Raises the first failing rank's error.
     """
@@ -108,13 +110,19 @@ def do(folder: Path) -> None:
     device = start_process_group(time_limit(task.timeout_s))
     answer = work(task, folder, device)
     # All ranks have the answer, and one file of it is enough.
-    if os.environ["RANK"] == "0":
+    if answer is not None and os.environ["RANK"] == "0":
         save(answer, folder / ANSWER)
 
 
 def rank_zero_bar(title: str) -> AbstractContextManager[Step]:
     """A bar that rank 0 shows."""
     return progress(title, show=os.environ["RANK"] == "0")
+
+
+def rank_zero_note(text: str) -> None:
+    """A note, from rank 0 alone."""
+    if os.environ["RANK"] == "0":
+        note(text)
 
 
 def verify_task(task: Task, folder: Path, device: torch.device) -> Verification:
@@ -144,12 +152,20 @@ def losses_task(task: Task, folder: Path, device: torch.device) -> LossCompariso
         )  # fmt: skip
 
 
-def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
+def train_task(task: Task, folder: Path, device: torch.device) -> RunReport | None:
     from ...models.target import planned, try_out
     from ..checkpoint.checkpoint import checkpoint
     from .attribution import check_mean
     from .report import report_of_training
-    from .train import accuracy, begin_training, drawing, run_steps, scaler_for
+    from .train import (
+        WARM_UP,
+        accuracy,
+        begin_training,
+        drawing,
+        run_range,
+        scaler_for,
+        steps_left,
+    )  # fmt: skip
 
     plan = load(Plan, folder / PLAN)
     chosen = planned(plan.target, plan.precision)
@@ -158,16 +174,20 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
     chosen, optimizer = begin_training(chosen, plan, device, task.timeout_s)
     draw = drawing(chosen, plan.goal.batch)
     scaler = scaler_for(chosen)
-    kept = None
+    # The steps to be measured, or where a training is kept and goes on, those of it in all.
+    kept, numbers = None, range(WARM_UP + task.steps)
     if task.keeping is not None:
         kept = checkpoint(
             task.keeping.folder, chosen.model, optimizer, scaler=scaler, every=task.keeping.every
         )
+        numbers = steps_left(kept, task.steps, rank_zero_note)
     with rank_zero_bar(f"training {plan.target}") as step:
-        measured = run_steps(
-            chosen, plan, task.steps, optimizer=optimizer, draw=draw, scaler=scaler, kept=kept,
+        measured = run_range(
+            chosen, plan, numbers, optimizer=optimizer, draw=draw, scaler=scaler, kept=kept,
             progress=lambda done, total: step(done, total, ""),
         )  # fmt: skip
+    if measured is None:
+        return None
     return report_of_training(plan, measured, accuracy(chosen, device))
 
 

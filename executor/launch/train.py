@@ -24,6 +24,7 @@ from ...planner.schema.precision import is_scaled
 from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.latest import shown
 from ..comm.moments import Moment, now, seconds_between
 from ..comm.stream_waits import Held
 from ..gradients.dropping import DroppedGradGroup
@@ -132,7 +133,6 @@ def run_steps(
     optimizer: torch.optim.Optimizer | None = None,
     draw: Callable[[int], Batch] | None = None,
     scaler: GradScaler | None = None,
-    kept: Checkpoint | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measured:
     """Trains for ``steps`` measured steps, a few before them, and two after them for memory.
@@ -140,9 +140,29 @@ def run_steps(
     Collective. The plan is applied to the workload's model unless it was already. ``draw(step)``
     gives the whole batch of a step, the same on every rank; by default the workload makes one of
     the goal's size, seeded with the step's number. Without an ``optimizer`` the goal's is made,
-    without a ``scaler`` the one that the precision wants. With ``kept`` checkpoints it goes on from
-    the latest, up to the same number of steps, and ends with one.
+    without a ``scaler`` the one that the precision wants.
     """
+    found = run_range(
+        workload, plan, range(WARM_UP + steps), optimizer=optimizer, draw=draw, scaler=scaler,
+        progress=progress,
+    )  # fmt: skip
+    assert found is not None, "some steps come after those that warm up"
+    return found
+
+
+def run_range(
+    workload: Workload,
+    plan: Plan,
+    numbers: range,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    draw: Callable[[int], Batch] | None = None,
+    scaler: GradScaler | None = None,
+    kept: Checkpoint | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Measured | None:
+    """The same for the steps of those ``numbers``, which ``kept`` checkpoints count; it ends with
+    one. The first two are not measured: None where there are no others."""
     model = workload.model
     optimizer = optimizer or optimizer_for(plan.goal.optimizer, model.parameters())
     if not is_parallel(model):
@@ -152,29 +172,41 @@ def run_steps(
     scaler = scaler or scaler_for(workload)
     step = partial(take_step, workload, plan, optimizer=optimizer, scaler=scaler)
     taken = []
-    for number in range(first_step(kept, steps), WARM_UP + steps):
+    for number in numbers:
         taken.append(step(draw(number)))
         saved = kept is not None and kept.step()
-        progress(number + 1, WARM_UP + steps)
+        progress(number + 1, numbers.stop)
     if kept is not None:
         if not saved:
             kept.save()
         kept.close()
-    last = draw(WARM_UP + steps)
+    if len(taken) <= WARM_UP:
+        _losses_of(run_of(model), [one.spent() for one in taken])
+        return None
+    last = draw(numbers.stop)
     peak = _peak(workload, step, last, optimizer), reserved_at_most(device_of(model)) or 0
     spent = [one.spent() for one in taken]
     return _summary(run_of(model), plan, spent, peak, last.size)
 
 
-def first_step(kept: Checkpoint | None, steps: int) -> int:
-    """The number of the first step to be made."""
-    made = kept.resume() if kept is not None else 0
-    if kept is not None and made >= WARM_UP + steps:
+def steps_left(kept: Checkpoint, steps: int, say: Callable[[str], None]) -> range:
+    """The numbers of those of ``steps`` in all that are still to be made, after it has gone on
+    from the latest checkpoint; ``say`` is told from which."""
+    found = kept.go_on()
+    if found.step >= steps:
         raise InputError(
-            f"the checkpoint in {kept.folder} is of step {made}, and {steps} steps with {WARM_UP} "
-            "to warm up are no more: ask for more --steps, or name a new folder"
+            f"the training in {shown(kept.folder)} is at step {found.step} and --steps asks for "
+            f"{steps}, so it is trained to the end: ask for more --steps, write its weights by "
+            "meshwright export, or name a new folder"
         )
-    return made
+    say(found.sentence)
+    return range(found.step, steps)
+
+
+def _losses_of(run: Run, taken: Sequence[Spent]) -> tuple[float, ...]:
+    """``whole_losses`` of these steps of this rank and those of the others. Collective."""
+    mine = [spent.loss for spent in taken]
+    return whole_losses(run.everyone.gather(mine, "the end of training", whole=False).rows())
 
 
 def _peak(
@@ -312,7 +344,7 @@ def _summary(
 ) -> Measured:
     """The slowest rank's figures, on every rank; ``peak`` has the most bytes of tensors, and what
     was reserved for them. Collective."""
-    measured = taken[WARM_UP:] or taken[-1:]  # few are left where it went on from a checkpoint
+    measured = taken[WARM_UP:]
     names = "step_s", "blocking_s", "exposed_s", "update_s", "wire_bytes"
     typical = typical_of(plan)
     middle = [typical([getattr(spent, name) for spent in measured]) for name in names]

@@ -32,6 +32,12 @@ class RunError(MeshwrightError, RuntimeError):
     exit_code = 1
 
 
+class StoppedError(MeshwrightError):
+    """Stopped by the user (Ctrl-C) where there is more to say of it than that."""
+
+    exit_code = 130
+
+
 class MemoryRunError(RunError):
     """A run that lacked memory, or was killed as if it had. ``details`` are lines that say what was
     held and what would help; ``limit_bytes`` is what a rank could have taken, where that is known.

@@ -162,7 +162,7 @@ class Trained:
         self,
         rank: int,
         chosen: Plan,
-        folder: Path | str,
+        folder: Path | str | None,
         seed: int,
         optimizer: str = "adamw",
         dtype: torch.dtype = torch.float32,

@@ -49,13 +49,25 @@ def test_a_plans_own_workload_goes_on(tmp_path: Path):
         made = plan_for(discover(workload.model, workload.make_batch(4)), 2)
     save(msgspec.structs.replace(made, target="mlp"), tmp_path / "plan.json")
     options = ("--checkpoint", "kept", "--checkpoint-every", 3)
-    done = launch(tmp_path, "plan.json", "--steps", 3, *options)
-    assert done.returncode == 0, done.stderr
-    assert steps_in(tmp_path / "kept") == [5, 3]  # two to warm up, and the end
     done = launch(tmp_path, "plan.json", "--steps", 5, *options)
     assert done.returncode == 0, done.stderr
-    assert "note: goes on from the checkpoint of step 5 in kept" in done.stderr
-    assert steps_in(tmp_path / "kept") == [7, 6, 5]
+    assert "note: begins anew in kept" in done.stderr
+    assert "medians of 3 steps" in done.stdout
+    assert steps_in(tmp_path / "kept") == [5, 3]
+    damaged = tmp_path / "kept" / "step-00000005" / "index.json"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    done = launch(tmp_path, "plan.json", "--steps", 5, *options)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "note: goes on from the checkpoint of step 3 in kept; that of step 5 is dam" in done.stderr
+    )
+    assert "note: nothing was measured: fewer than 3 of --steps were left" in done.stderr
+    assert "Warning" not in done.stderr
+    assert "medians" not in done.stdout
+    assert steps_in(tmp_path / "kept") == [5, 3]
+    done = launch(tmp_path, "plan.json", "--steps", 5, *options)
+    assert done.returncode == 2
+    assert "meshwright: the training in kept is at step 5 and --steps asks for 5" in done.stderr
 
 
 def test_a_script_is_told_the_folder(tmp_path: Path):
@@ -66,4 +78,6 @@ def test_a_script_is_told_the_folder(tmp_path: Path):
         done = launch(tmp_path, *options)
         assert done.returncode == 0, done.stderr
         assert f"made {first} to {first + 4}" in done.stdout
+        how = f"goes on from the checkpoint of step {first}" if first else "begins anew"
+        assert f"note: {how} in kept" in done.stderr
         assert steps_in(tmp_path / "kept")[:2] == [first + 4, first + 2]

@@ -243,6 +243,9 @@ def resumes(rank: int, chosen: Plan) -> None:
         assert torch.equal(p.detach(), q.detach()), name
     with pytest.raises(InputError, match="says nothing of local steps, unlike this plan"):
         load_exchange_state_dict(models[1], {**states[2], "local_steps": None})
+    what = r"save model\.state_dict\(\), optimizer\.state_dict\(\) and mw\.exchange_state_dict"
+    with pytest.raises(InputError, match=what):
+        mw.checkpoint("kept", models[0], made[0])
 
 
 def test_training_resumes(ranks):

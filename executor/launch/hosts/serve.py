@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 
 import torch
 
@@ -17,6 +16,7 @@ from ....planner.schema.record import decode
 from ....planner.schema.report import RunReport
 from ...comm.setups import setup_here, software
 from ...headroom import free_bytes
+from ...notes import note
 from ..launch import check_script, differences, keeping_for, launch
 from ..processes import Ranks, check_plan
 from ..start import address_towards
@@ -72,15 +72,8 @@ def _run_order(line: LauncherLine) -> None:
         if report is not None:
             line.tell("report", report)
 
-    # Once for all hosts: they share the folder.
-    say = _say if order.node_rank == 0 else lambda text: None
-    keeping = keeping_for(order.checkpoint, order.checkpoint_every, resume=order.resume, say=say)
-    launch(plan, order.script, order.steps, ranks, order.background, keeping, at_end, _say)
-
-
-def _say(text: str) -> None:
-    if text:
-        print(f"note: {text}", file=sys.stderr, flush=True)
+    keeping = keeping_for(order.checkpoint, order.checkpoint_every, resume=order.resume)
+    launch(plan, order.script, order.steps, ranks, order.background, keeping, at_end, note)
 
 
 def _ready(plan: Plan, order: HostOrder) -> HostReady:

@@ -1,7 +1,14 @@
 """Where ``launch``'s own options end and those of the script begin."""
 
+import msgspec
 import pytest
 from meshwright.cli.launch import separate_script
+from meshwright.executor.checkpoint.folder import prepare
+from meshwright.executor.checkpoint.storage import Description
+from meshwright.executor.checkpoint.storage import save as save_checkpoint
+from meshwright.planner.schema.local_steps import LocalSteps
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.record import load, save
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,38 @@ def test_checkpoints_are_refused_before_anything_starts(meshwright, plan_file, t
     assert (done.code, "there is no checkpoint in" in done.sentence) == (2, True)
     done = meshwright("export", tmp_path / "kept", "-o", tmp_path / "a.pt")
     assert (done.code, "index.json cannot be read: No such file" in done.sentence) == (2, True)
+    assert done.sentence.endswith("copy one back, or name another folder")
+    done = meshwright("export", tmp_path / "kept", "-o", tmp_path / "a.bin")
+    assert (done.code, "a.bin does not say how weights are written" in done.sentence) == (2, True)
+
+
+def test_checkpoints_under_local_steps_are_refused(meshwright, plan_file, tmp_path):
+    apart = LocalSteps(hosts=2, inner_steps=2)
+    made = msgspec.structs.replace(load(Plan, plan_file, "PLAN"), units=(), local_steps=apart)
+    save(made, tmp_path / "apart.json")
+    done = meshwright("launch", tmp_path / "apart.json", "--checkpoint", tmp_path / "kept")
+    assert "leave out --checkpoint, or plan without --allow-local-steps" in done.sentence
+
+
+def test_a_stopped_run_is_told_how_it_goes_on(meshwright, plan_file, tmp_path, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.executor.launch.launch.run_task", stop)
+    kept = tmp_path / "kept"
+    done = meshwright("launch", plan_file)
+    assert (done.code, done.err.splitlines()[-1]) == (130, "meshwright: stopped")
+    done = meshwright("launch", plan_file, "--checkpoint", "kept")
+    assert (done.code, "there is no whole checkpoint in kept to" in done.sentence) == (130, True)
+    prepare(kept)
+    for step in (40, 80):
+        checkpoint = Description(step, 1, "model", "plan", "decisions", b"{}")
+        save_checkpoint(kept, checkpoint, 0, {}, b"{}", None)
+    (kept / "step-00000080" / "index.json").unlink()
+    done = meshwright("launch", plan_file, "--checkpoint", "kept")
+    assert done.code == 130
+    assert "stopped; the same command goes on from the checkpoint of step 40 in" in done.sentence
+    assert "that of step 80 is damaged (index.json cannot be read" in done.sentence
 
 
 def test_ranks_are_told_of_checkpoints(meshwright, plan_file, tmp_path, monkeypatch):
@@ -76,6 +115,7 @@ def test_ranks_are_told_of_checkpoints(meshwright, plan_file, tmp_path, monkeypa
     )
     (tmp_path / "kept" / "step-00000040").mkdir(parents=True)
     done = meshwright("launch", plan_file, "--checkpoint", tmp_path / "kept")
-    assert "note: goes on from the checkpoint of step 40" in done.err
+    assert "goes on from" not in done.err  # ranks say it, when they have looked
+    assert "note: nothing was measured: fewer than 3 of --steps were left" in done.err
     (task,) = started
     assert (task.keeping.folder, task.keeping.every) == (str(tmp_path / "kept"), 50)

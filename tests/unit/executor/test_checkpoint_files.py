@@ -21,8 +21,10 @@ from meshwright.executor.checkpoint import safetensors, storage
 from meshwright.executor.checkpoint.boxes import CutPiece, HeldPart, TensorBox, flat_boxes
 from meshwright.executor.checkpoint.holdings import StateTensor
 from meshwright.executor.checkpoint.index import find_damage, read_index
+from meshwright.executor.checkpoint.latest import latest_whole
 from meshwright.executor.checkpoint.values import decode_value, encode_value
-from meshwright.executor.launch.train import first_step
+from meshwright.executor.checkpoint.weights import export
+from meshwright.executor.launch.train import steps_left
 from meshwright.planner.schema.errors import InputError, RunError
 from torch import Tensor
 
@@ -175,6 +177,57 @@ def test_a_full_disk_leaves_the_last_whole_one(tmp_path, monkeypatch, after_byte
     assert folders.steps_in(tmp_path) == [2, 1]
 
 
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+def test_the_latest_whole_one_is_found_and_told(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "kept"
+    assert latest_whole(kept).checked("").sentence == "begins anew in kept"
+    for step in (1, 2, 3):
+        write(kept, step)
+    assert latest_whole(kept).sentence == "goes on from the checkpoint of step 3 in kept"
+    flip(kept / "step-00000003" / "tensors-0.safetensors")
+    why = "tensors-0.safetensors is not as it was written (it does not fit its hash)"
+    on = "goes on from the checkpoint of step"
+    assert latest_whole(kept).sentence == (
+        f"{on} 2 in kept; that of step 3 is damaged ({why}) and was passed over"
+    )
+    assert latest_whole(kept, by_size=True).step == 3
+    (kept / "step-00000003" / "tensors-0.safetensors").write_bytes(b"cut")
+    assert latest_whole(kept, by_size=True).step == 2
+    (kept / "step-00000002" / "index.json").unlink()
+    assert latest_whole(kept).sentence.startswith(f"{on} 1 in kept; those of steps 3 and 2 are dam")
+    (kept / "step-00000001" / "index.json").write_bytes(b'{"sha')
+    with pytest.raises(InputError) as raised:
+        latest_whole(kept).checked("copy one back")
+    assert "passed over" not in str(raised.value)
+    assert str(raised.value).startswith(f"no checkpoint in {kept} is whole (of that of step 3 ten")
+    assert str(raised.value).endswith(": copy one back")
+
+
+def test_weights_of_the_one_before_are_exported(tmp_path: Path):
+    kept, out = tmp_path / "kept", tmp_path / "w.safetensors"
+    said: list[str] = []
+    for step in (1, 2):
+        write(kept, step, {"model/w": torch.full((2,), float(step))})
+    with pytest.raises(InputError, match=r"w\.bin does not say how weights are written: name a"):
+        export(kept, tmp_path / "w.bin")
+    assert export(kept, out, said.append) == kept / "step-00000002"
+    assert said == []
+    flip(kept / "step-00000002" / "index.json")
+    assert export(kept, out, said.append) == kept / "step-00000001"
+    assert "takes the checkpoint of step 1" in said[0]
+    assert "that of step 2 is damaged (index.json" in said[0]
+    assert torch.equal(safetensors.read_tensors(out)["w"], torch.ones(2))
+    flip(kept / "step-00000001" / "index.json")
+    with pytest.raises(InputError, match=r"no checkpoint in .*: copy one back, or name another fo"):
+        export(kept, out)
+
+
 def test_old_ones_go(tmp_path: Path):
     for step in (10, 20, 30, 40):
         write(tmp_path, step)
@@ -298,11 +351,14 @@ def test_boxes_are_what_is_held(peers: int, cut: int | None, stride_order: tuple
 
 
 def test_a_training_that_is_over_is_told():
-    kept: Any = SimpleNamespace(resume=lambda: 7, folder=Path("kept"))
-    assert first_step(kept, 6) == 7
-    assert first_step(None, 6) == 0
-    with pytest.raises(InputError, match="in kept is of step 7, and 5 steps with 2 to warm up are"):
-        first_step(kept, 5)
+    said: list[str] = []
+    found = SimpleNamespace(step=7, sentence="goes on")
+    kept: Any = SimpleNamespace(go_on=lambda: found, folder=Path("kept"))
+    assert steps_left(kept, 9, said.append) == range(7, 9)
+    assert said == ["goes on"]
+    with pytest.raises(InputError, match="in kept is at step 7 and --steps asks for 7, so it is"):
+        steps_left(kept, 7, said.append)
+    assert said == ["goes on"]
 
 
 def test_flat_boxes_are_few():
