@@ -128,5 +128,5 @@ def test_a_described_gpu_has_a_link_to_its_host_and_a_reserve() -> None:
     assert stated.devices[0].reserve_bytes == 5
     assert stated.host_bytes_per_s == 12e9
     assert stated.host_memory_bytes == 2**40
-    with pytest.raises(InputError, match=r"17179869184 bytes leaves nothing.*--reserve"):
+    with pytest.raises(InputError, match=r"16.00 GiB leaves nothing.*--reserve"):
         mw.describe_cluster(device="v100-sxm2-16gb", reserve_bytes=2**34)
