@@ -14,7 +14,7 @@ SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py t
 # Of the command line all but what plans a lot, which takes minutes.
 SMOKE += tests/unit/cli --ignore tests/unit/cli/test_planning.py
 
-.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-gpu bench-planner bench-deeppool bench-lossy bench-local-steps bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
+.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-gpu bench-planner bench-deeppool bench-lossy bench-advise bench-local-steps bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
 	@echo "make bench-deeppool    plans against DeepPool's greedy search (TABLES=folder)"
 	@echo "make bench-lossy       layer dropping and top-k against dense exchange (needs root)"
+	@echo "make bench-advise      what advise says against what its ways reach, on a test bed (needs root)"
 	@echo "make bench-local-steps hosts that train apart: accuracy, and predicted against measured steps (needs root)"
 	@echo "make bench-laysa       memory policies and sparse exchange, alone and together (needs root)"
 	@echo "make bench-zoo         architectures of other packages: units, verdicts, peak memory"
@@ -108,6 +109,9 @@ bench-deeppool: $(VENV)/test.stamp
 
 bench-lossy: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/lossy.py --markdown docs/results/lossy.md
+
+bench-advise: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/advise.py --markdown docs/results/advise.md
 
 bench-local-steps: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/local_steps.py --markdown docs/results/local-steps.md
