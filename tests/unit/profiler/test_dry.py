@@ -53,6 +53,7 @@ def test_an_estimate_needs_no_memory():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_seven_billion_parameters_on_64_devices(tmp_path):
     """In minutes, with its timeline, on a machine that could not hold the model."""
     pytest.importorskip("transformers")
