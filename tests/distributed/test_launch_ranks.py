@@ -166,7 +166,7 @@ def test_a_signal_ends_every_rank(plan_file, number, code):
         stderr=subprocess.PIPE,
         text=True,
     ) as launcher:
-        assert wait_until(lambda: all(path.exists() for path in begun))
+        assert wait_until(lambda: all(path.exists() for path in begun), 60.0)
         launcher.send_signal(number)
         _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == code
@@ -180,7 +180,7 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(plan_file):
     with subprocess.Popen(
         command(plan_file, f"import time\nopen({str(begun)!r}, 'w')\ntime.sleep(90)\n")
     ) as launcher:
-        assert wait_until(begun.exists)
+        assert wait_until(begun.exists, 60.0)
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait(timeout=20)
         assert wait_until(lambda: not ranks_alive(plan_file))
