@@ -1,6 +1,6 @@
 """What ``advise`` says against what each of its ways reaches, on two hosts of the test bed.
 
-    python benchmarks/advise.py --keep rows.jsonl --markdown docs/results/advise.md
+    python benchmarks/advise.py --keep rows.jsonl [--markdown page.md]
 
 Needs root. For each model and link the ranks probe the link and profile the model, ``advise`` names
 the ways, the command beside each way makes its plan, and all ways train in turns: those plans,
