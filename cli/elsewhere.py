@@ -19,6 +19,7 @@ from ..executor.launch.hosts.settings import (
 from ..executor.notes import note
 from ..planner.schema.errors import InputError
 from ..planner.schema.plan import Plan
+from ..planner.schema.text import option
 from .output import check_out
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Elsewhere:
         for name, belongs in _BELONGS.items():
             if name in self.given and self.way not in belongs:
                 raise InputError(
-                    f"{_option(name)} says nothing without {' or '.join(belongs)}: add that, or "
+                    f"{option(name)} says nothing without {' or '.join(belongs)}: add that, or "
                     "leave it out"
                 )
         if self.way == _SSH and {"nnodes", "node_rank"} & self.given:
@@ -196,11 +197,7 @@ def own_words(params: Mapping[str, object], given: set[str]) -> list[str]:
         if name not in given or value is None:
             continue
         if isinstance(value, bool):
-            words.append(_option(name) if value else _option(f"no_{name}"))
+            words.append(option(name) if value else option(f"no_{name}"))
         else:
-            words.append(f"{_option(name)}={value}")
+            words.append(f"{option(name)}={value}")
     return words
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -15,7 +15,7 @@ from ..planner.schema.errors import InputError, RunError, StoppedError
 from ..planner.schema.plan import Plan
 from ..planner.schema.record import load
 from ..planner.schema.report import RunReport
-from ..planner.schema.text import size
+from ..planner.schema.text import option, size
 from . import options
 from .output import check_out, deliver
 from .render.comparisons import (
@@ -246,7 +246,7 @@ def _check_belongs(given: set[str], start: str, what: str, asked: object) -> Non
     """Raises ``InputError`` for an option of that ``start`` where nothing is ``asked`` of it."""
     for name in sorted(given):
         if asked is None and name.startswith(start):
-            raise InputError(f"--{name.replace('_', '-')} concerns {what}")
+            raise InputError(f"{option(name)} concerns {what}")
 
 
 def _note_differences(plan: Plan, nproc: Sequence[int] | None, nnodes: int, node_rank: int) -> None:

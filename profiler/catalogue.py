@@ -13,7 +13,7 @@ import msgspec
 
 from ..planner.schema.cluster import Cluster, Device, Level, Node
 from ..planner.schema.errors import InputError
-from ..planner.schema.text import size
+from ..planner.schema.text import option, size
 
 GIB = 2**30
 TERA, GIGA = 1e12, 1e9
@@ -70,12 +70,8 @@ DEVICES: dict[str, Datasheet] = {
     "mi300x": Datasheet(
         192, 163.4, 653.7, 1307.4, 5300, 304, "AMD Instinct MI300X data sheet, 2023", 0.31, 0.35, 64
     ),
-    "v100-sxm2-16gb": Datasheet(
-        16, 15.7, 15.7, 125, 900, 80, "NVIDIA V100 datasheet, 2020", host_gbyte_s=16
-    ),
-    "v100-sxm2-32gb": Datasheet(
-        32, 15.7, 15.7, 125, 900, 80, "NVIDIA V100 datasheet, 2020", host_gbyte_s=16
-    ),
+    "v100-sxm2-16gb": Datasheet(16, 15.7, 15.7, 125, 900, 80, _V100, host_gbyte_s=16),
+    "v100-sxm2-32gb": Datasheet(32, 15.7, 15.7, 125, 900, 80, _V100, host_gbyte_s=16),
     "t4": Datasheet(16, 8.1, 8.1, 65, 320, 40, "NVIDIA T4 datasheet, 2019", host_gbyte_s=16),
     "l4": Datasheet(24, 30.3, 60, 121, 300, 58, "NVIDIA L4 datasheet, 2023"),
     "a10": Datasheet(24, 31.2, 62.5, 125, 600, 72, "NVIDIA A10 datasheet, 2021"),
@@ -195,8 +191,8 @@ def describe_cluster(
     if nodes * devices_per_node > 1 and inter_gbit_s is None and intra_gbyte_s is None:
         raise InputError(
             f"the cluster of {nodes * devices_per_node} devices has no links: give inter_gbit_s "
-            f"({_option('inter_gbit_s')}, between hosts), intra_gbyte_s "
-            f"({_option('intra_gbyte_s')}, inside a host), or both"
+            f"({option('inter_gbit_s')}, between hosts), intra_gbyte_s "
+            f"({option('intra_gbyte_s')}, inside a host), or both"
         )
     levels = []
     if devices_per_node > 1:
@@ -223,7 +219,7 @@ def _stated(device: Device, reserve_bytes: int | None, host_gbyte_s: float | Non
         if not 0 <= reserve_bytes < device.memory_bytes:
             raise InputError(
                 f"a reserve of {size(reserve_bytes)} leaves nothing of the device's "
-                f"{size(device.memory_bytes)}: reserve less ({_option('reserve')})"
+                f"{size(device.memory_bytes)}: reserve less ({option('reserve')})"
             )
         device = msgspec.structs.replace(device, reserve_bytes=reserve_bytes)
     if host_gbyte_s is not None:
@@ -243,12 +239,8 @@ def _positive(name: str, value: float) -> None:
         raise InputError(f"{name} is {value}: give a number above zero")
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _required(name: str, value: float | None, where: str) -> float:
     if value is None:
-        raise InputError(f"the cluster has no links {where}: give {name} ({_option(name)})")
+        raise InputError(f"the cluster has no links {where}: give {name} ({option(name)})")
     _positive(name, value)
     return value

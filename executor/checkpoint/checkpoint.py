@@ -31,8 +31,8 @@ from .boxes import TensorBox
 from .capture import Parts, capture, parameter_names
 from .folder import check_folder, discard, prepare, remove_older, step_name, steps_in
 from .holdings import StateTensor, holdings_of
-from .index import CheckpointIndex, find_damage, read_index
-from .latest import Latest, inside
+from .index import CheckpointIndex, find_damage
+from .latest import Latest, first_whole, index_or_damage
 from .restore import Restoration
 from .storage import Description, save
 from .values import dtype_name, encode_value
@@ -208,34 +208,19 @@ class Checkpoint:
         return found
 
     def _latest(self) -> Latest:
-        damaged: dict[int, str] = {}
-        self._found = rank_zero_decides(lambda: steps_in(self.folder))
-        for step in self._found:
-            index, damage = self._whole(step)
-            if index is not None:
-                return Latest(self.folder, index, damaged)
-            damaged[step] = inside(self.folder / step_name(step), damage)
-        return Latest(self.folder, None, damaged)
-
-    def _whole(self, step: int) -> tuple[CheckpointIndex | None, str]:
-        """The index of a checkpoint whose files are all as they were written, or what is not."""
-        where = self.folder / step_name(step)
-
-        def read() -> CheckpointIndex | str:
-            try:
-                return read_index(where)
-            except InputError as error:
-                return str(error)
-
-        index = rank_zero_decides(read)
-        if isinstance(index, str):
-            return None, index
         world = self._run.world
-        # Each rank looks at some of the files.
-        mine = (find_damage(where, file) for file in index.files[world.rank :: world.size])
-        found = next((damage for damage in mine if damage is not None), None)
-        damage = next((told for told in every_rank_tells(found) if told is not None), None)
-        return (index, "") if damage is None else (None, damage)
+
+        def read(where: Path) -> CheckpointIndex | str:
+            return rank_zero_decides(lambda: index_or_damage(where))
+
+        def wrong(where: Path, index: CheckpointIndex) -> str | None:
+            # Each rank looks at some of the files.
+            mine = (find_damage(where, file) for file in index.files[world.rank :: world.size])
+            found = next((damage for damage in mine if damage is not None), None)
+            return next((told for told in every_rank_tells(found) if told is not None), None)
+
+        self._found = rank_zero_decides(lambda: steps_in(self.folder))
+        return first_whole(self.folder, self._found, read, wrong)
 
     def _restore(self, index: CheckpointIndex) -> None:
         def checked() -> Restoration:

@@ -3,7 +3,7 @@ damaged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,25 +60,40 @@ class Latest:
 def latest_whole(folder: Path, *, by_size: bool = False) -> Latest:
     """Looks for it in this process. With ``by_size`` files are not read, as it takes long to read
     many gigabytes: one that is there in its size counts as whole."""
-    damaged: dict[int, str] = {}
     look = find_wrong_size if by_size else find_damage
-    for step in steps_in(folder):
+
+    def wrong(where: Path, index: CheckpointIndex) -> str | None:
+        return next((d for d in (look(where, file) for file in index.files) if d), None)
+
+    return first_whole(folder, steps_in(folder), index_or_damage, wrong)
+
+
+def first_whole(
+    folder: Path,
+    steps: Iterable[int],
+    read: Callable[[Path], CheckpointIndex | str],
+    wrong: Callable[[Path, CheckpointIndex], str | None],
+) -> Latest:
+    """The first of the checkpoints of those steps that is whole. ``read`` gives the index of one,
+    or what is wrong with it, and ``wrong`` what is wrong with one of its files."""
+    damaged: dict[int, str] = {}
+    for step in steps:
         where = folder / step_name(step)
-        try:
-            index = read_index(where)
-        except InputError as error:
-            damaged[step] = inside(where, str(error))
-            continue
-        found = next((d for d in (look(where, file) for file in index.files) if d), None)
-        if found is None:
+        index = read(where)
+        damage = index if isinstance(index, str) else wrong(where, index)
+        if isinstance(index, CheckpointIndex) and damage is None:
             return Latest(folder, index, damaged)
-        damaged[step] = inside(where, found)
+        # By the file's name alone: the checkpoint is named beside it.
+        damaged[step] = str(damage).removeprefix(f"{where}/")
     return Latest(folder, None, damaged)
 
 
-def inside(checkpoint: Path, damage: str) -> str:
-    """What is wrong with a file, by its name alone: the checkpoint is named beside it."""
-    return damage.removeprefix(f"{checkpoint}/")
+def index_or_damage(where: Path) -> CheckpointIndex | str:
+    """The index of a checkpoint, or what is wrong with it."""
+    try:
+        return read_index(where)
+    except InputError as error:
+        return str(error)
 
 
 def shown(folder: Path) -> Path:

@@ -45,8 +45,7 @@ def together(work: Callable[[], Answer]) -> Answer:
     except Exception as error:
         failed = error
     # Also where this rank has failed: the others would wait for ever for one that has left.
-    errors: list[MeshwrightError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, _for_others(failed) if failed else None)
+    errors = every_rank_tells(_for_others(failed) if failed else None)
     if failed is not None:
         raise failed
     for theirs in errors:

@@ -54,7 +54,8 @@ class SendOrder:
         """Seconds for a byte by which the slots were found."""
         self._ready: deque[list[float]] = deque(maxlen=KEPT)
         self._rates: deque[float] = deque(maxlen=KEPT)
-        self._slowest: deque[float] = deque(maxlen=KEPT)
+        self._at_most: deque[float] = deque(maxlen=KEPT)
+        """Of the last backwards, seconds for a byte that the link takes no more than."""
         self._coming: PendingGather | None = None
         self._number = 0
         self._left: dict[GradGroup, int] = {}
@@ -94,7 +95,7 @@ class SendOrder:
         if self._orders.measured and (self._number in FIRST or self._number % EVERY == 0):
             # A link that was idle in between seems slower than it is, never quicker. One that has
             # carried more than it was believed to can is quicker than that, however idle.
-            quicker = (rate_s for rate_s in self._slowest if rate_s < self._rate_s)
+            quicker = (rate_s for rate_s in self._at_most if rate_s < self._rate_s)
             rate_s = min((*self._rates, *quicker), default=0.0)
             times = [median(row) for row in zip(*self._ready, strict=True)]
             vector = torch.tensor([rate_s, *times], dtype=torch.float64, device="cpu")
@@ -119,7 +120,7 @@ class SendOrder:
             if number >= MANY:
                 self._left[grad_group] = ahead
         if done:
-            self._slowest.append((self._end_s - first_s) / done)
+            self._at_most.append((self._end_s - first_s) / done)
 
     def arrived(self, grad_group: GradGroup, waited_s: float) -> None:
         """Estimates the links' rate from a wait for a group: they were busy until now."""

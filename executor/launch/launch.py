@@ -61,8 +61,7 @@ def launch(
     say: Callable[[str], None] = lambda text: None,
 ) -> RunReport | None:
     """See ``api.launch``. None where this host has no rank 0, or where too few steps were made
-    under the plan to measure. ``say`` is told of the background job and of
-    checkpoints."""
+    under the plan to measure. ``say`` is told of the background job and of checkpoints."""
     check_plan(plan, ranks.world_size)
     check_script(script)
     if keeping is not None and not script and plan.local_steps is not None:

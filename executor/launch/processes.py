@@ -34,7 +34,7 @@ from ...planner.schema.errors import (
 )
 from ...planner.schema.plan import Plan
 from ..capability import CAPABILITY
-from .start import GLOO_INTERFACE, cores, interface_for_gloo
+from .start import cores, tell_gloo
 from .worker import LAUNCHER
 
 RENDEZVOUS_TIMEOUT_S = 300
@@ -187,10 +187,7 @@ def _environment(ranks: Ranks) -> Iterator[None]:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S)
     # For scripts that start their process group themselves.
     if ranks.nodes > 1 and ranks.rendezvous is not None:
-        host = ranks.rendezvous.rpartition(":")[0].strip("[]")
-        chosen = interface_for_gloo(host)
-        if chosen is not None:
-            os.environ.setdefault(GLOO_INTERFACE, chosen)
+        tell_gloo(ranks.rendezvous.rpartition(":")[0].strip("[]"))
     try:
         yield
     finally:

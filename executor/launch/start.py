@@ -53,9 +53,7 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     limit = datetime.timedelta(seconds=timeout_s)
     if under_torchrun():
         _check_environment()
-        chosen = interface_for_gloo(os.environ["MASTER_ADDR"])
-        if chosen is not None:
-            os.environ.setdefault(GLOO_INTERFACE, chosen)
+        tell_gloo(os.environ["MASTER_ADDR"])
         try:
             dist.init_process_group(backend, timeout=limit)
         except (RuntimeError, ValueError, dist.DistError) as error:
@@ -92,6 +90,16 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def tell_gloo(host: str) -> None:
+    """Tells gloo, by the environment, which interface to use in a run whose host 0 is at that
+    address, unless the user has."""
+    if GLOO_INTERFACE in os.environ:
+        return
+    chosen = interface_for_gloo(host)
+    if chosen is not None:
+        os.environ[GLOO_INTERFACE] = chosen
 
 
 def interface_for_gloo(host: str) -> str | None:

@@ -13,7 +13,6 @@ from ..schema.cluster import Cluster, LevelName
 from ..schema.local_steps import MOST_INNER_STEPS
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
-from ..simulate.local_round import Round
 from ..solve.local_steps import host_capability, kept_bytes, plan_of_host, round_of
 from . import why
 from .what_if import Gain, with_rates
@@ -24,8 +23,20 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
     """What bounds the whole step of a plan with local steps: waiting for other hosts, or what
     bounds the step that a host makes by itself."""
     own, host = plan_of_host(plan, profile, cluster)
-    found, whole = why.bottleneck(own, profile, host), plan.prediction
     wait = _wait(plan, own, profile, cluster)
+    return _bottleneck(plan, own, why.bottleneck(own, profile, host), wait, profile, cluster)
+
+
+def _bottleneck(
+    plan: Plan,
+    own: Plan,
+    found: StepBottleneck,
+    wait: HostsWait,
+    profile: ModelProfile,
+    cluster: Cluster,
+) -> StepBottleneck:
+    """The same, where it is known what bounds a host by itself and how long that waits."""
+    whole = plan.prediction
     parts: dict[Part, float] = {
         "compute": whole.compute_s,
         "blocking": whole.blocking_s,
@@ -42,21 +53,16 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
 
 
 def _wait(plan: Plan, own: Plan, profile: ModelProfile, cluster: Cluster) -> HostsWait:
-    longer, faster = _shorter(plan, profile, cluster)
+    """How long a host waits, and the step of twice as many inner steps and that with twice the
+    bandwidth between hosts."""
     assert plan.local_steps is not None
+    steps = plan.local_steps.inner_steps
     return HostsWait(
         waited_s=max(plan.prediction.exposed_s - own.prediction.exposed_s, 0.0),
-        inner_steps=plan.local_steps.inner_steps,
-        longer_s=longer.step_s,
-        faster_s=faster.step_s,
+        inner_steps=steps,
+        longer_s=round_of(plan, profile, cluster, 2 * steps).step_s,
+        faster_s=round_of(plan, profile, _twice(cluster, "inter")).step_s,
     )
-
-
-def _shorter(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Round, Round]:
-    """The round of twice as many inner steps, and that with twice the bandwidth between hosts."""
-    assert plan.local_steps is not None
-    longer = round_of(plan, profile, cluster, 2 * plan.local_steps.inner_steps)
-    return longer, round_of(plan, profile, _twice(cluster, "inter"))
 
 
 def _twice(cluster: Cluster, level: LevelName) -> Cluster:
@@ -77,11 +83,12 @@ def explain(
     own, host = plan_of_host(plan, profile, cluster)
     found = why.explain(own, profile, host, capability=host_capability(capability), best=best)
     kept, whole = kept_bytes(profile, cluster), plan.prediction
-    bound = bottleneck(plan, profile, cluster)
+    wait = _wait(plan, own, profile, cluster)
+    bound = _bottleneck(plan, own, why.bottleneck(own, profile, host), wait, profile, cluster)
     exposed = found.exposed
-    if bound.hosts is not None and bound.hosts.waited_s > 0:
+    if wait.waited_s > 0:
         names = tuple(unit.name for unit in plan.units)
-        exposed = (*exposed, Exposure(names, "inter", bound.hosts.waited_s))
+        exposed = (*exposed, Exposure(names, "inter", wait.waited_s))
     return msgspec.structs.replace(
         found,
         step_s=whole.step_s,
@@ -94,7 +101,7 @@ def explain(
         available_bytes=found.available_bytes + kept,
         exposed=exposed,
         device_time=_device_time(found.device_time, plan, profile, cluster),
-        gains=_gains(plan, own, profile, cluster) if what_if else (),
+        gains=_gains(plan, own, wait) if what_if else (),
         host_step_s=own.prediction.step_s,
     )
 
@@ -139,11 +146,11 @@ def _device_time(
     )
 
 
-def _gains(plan: Plan, own: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Gain, ...]:
+def _gains(plan: Plan, own: Plan, wait: HostsWait) -> tuple[Gain, ...]:
     """What a longer round and faster links would buy. Other questions change what a host decides
     and the round with it, and are for planning again."""
     assert plan.local_steps is not None
-    hosts, steps = plan.local_steps.hosts, plan.local_steps.inner_steps
+    hosts, steps = plan.local_steps.hosts, wait.inner_steps
     each, of_devices = own.world_size, plan.goal.objective == "gpu_seconds"
 
     def objective_s(step_s: float) -> float:
@@ -151,7 +158,6 @@ def _gains(plan: Plan, own: Plan, profile: ModelProfile, cluster: Cluster) -> tu
             return step_s
         return hosts * (own.prediction.gpu_seconds + each * (step_s - own.prediction.step_s))
 
-    longer, faster = _shorter(plan, profile, cluster)
     change = f"{2 * steps} inner steps for {steps}"
     if 2 * steps > MOST_INNER_STEPS:
         change += f" (published: up to {MOST_INNER_STEPS})"
@@ -159,8 +165,11 @@ def _gains(plan: Plan, own: Plan, profile: ModelProfile, cluster: Cluster) -> tu
         Gain(
             change=words,
             before_s=objective_s(plan.prediction.step_s),
-            after_s=objective_s(after.step_s),
+            after_s=objective_s(after_s),
             method="the round simulated again",
         )
-        for words, after in ((change, longer), ("twice the bandwidth between nodes", faster))
+        for words, after_s in (
+            (change, wait.longer_s),
+            ("twice the bandwidth between nodes", wait.faster_s),
+        )
     )

@@ -8,6 +8,7 @@ from .errors import InputError
 from .layout import Layout, Style
 from .local_steps import OUTER_LR, OUTER_MOMENTUM
 from .record import Bytes, Count, Positive, Record, Share, Slowdown
+from .text import option
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
 
@@ -271,7 +272,7 @@ def _check_local_steps(
     for name, value in given.items():
         if value is not None and not allowed:
             raise InputError(
-                f"--{name.replace('_', '-')} {value:g} ({name}={value:g}) says nothing without "
+                f"{option(name)} {value:g} ({name}={value:g}) says nothing without "
                 "--allow-local-steps (allow_local_steps=True): add that, or leave it out"
             )
     for what, count in (("number of inner steps", inner_steps), ("number of fragments", fragments)):

@@ -52,3 +52,8 @@ def rate(bytes_per_s: float) -> str:
             f"{gigabits * 1000:.0f} Mbit/s" if gigabits >= 0.01 else f"{gigabits * 1000:.2g} Mbit/s"
         )
     return f"{gigabits:.2f} Gbit/s" if gigabits < 100 else f"{gigabits:.0f} Gbit/s"
+
+
+def option(name: str) -> str:
+    """The option of the command line for a parameter of that name."""
+    return "--" + name.replace("_", "-")

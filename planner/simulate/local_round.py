@@ -30,7 +30,6 @@ def simulate_round(
     length = local.inner_steps
     now_s = link_free_s = exposed_s = applied_s = slowed_s = start_s = 0.0
     ends: dict[int, float] = {}
-    turns = {local.turn(fragment) % length: fragment for fragment in range(len(fragments))}
     # In the first round nothing is under way at its beginning, as there is in all others.
     for step in range(1, 2 * length + 1):
         if step == length + 1:
@@ -38,14 +37,14 @@ def simulate_round(
         more_s = _slowed_s(inner_step_s, link_free_s - now_s, interference.compute_slowdown)
         slowed_s += more_s
         now_s += inner_step_s + more_s
-        leaving = turns.get(step % length)
+        leaving = local.leaving(step)
         if leaving is not None:
             begins_s = max(now_s, link_free_s)
             # While steps go on, both are slowed.
             slowdown = interference.communication_slowdown if local.delay else 1.0
             link_free_s = begins_s + fragments[leaving].message_s * slowdown
             ends[leaving] = link_free_s
-        arriving = turns.get((step - local.delay) % length) if step > local.delay else None
+        arriving = local.arriving(step)
         if arriving is not None:
             wait_s = max(ends.pop(arriving) - now_s, 0.0)
             exposed_s += wait_s
