@@ -216,6 +216,7 @@ class Trial:
 
     def __init__(self, name: str, limits: Limits) -> None:
         self.start, self.limit_s = time.perf_counter(), limits.limit_s
+        self.until = self.start + self.limit_s
         self.row: Row = {"model": name}
         self.folder = tempfile.TemporaryDirectory(prefix="zoo-")
         self.pipes, self.ranks = [], []
@@ -236,7 +237,7 @@ class Trial:
                 self._take(pipe.recv())
             except EOFError:
                 self.pipes.remove(pipe)
-        if self.pipes and time.perf_counter() > self.start + self.limit_s:
+        if self.pipes and time.perf_counter() > self.until:
             self.row["failed"] = {"verdict": "hang", "why": f"no end after {self.limit_s:.0f} s"}
             return True
         return not self.pipes
