@@ -14,7 +14,7 @@ SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py t
 # Of the command line all but what plans a lot, which takes minutes.
 SMOKE += tests/unit/cli --ignore tests/unit/cli/test_planning.py
 
-.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-gpu bench-planner bench-deeppool bench-lossy bench-advise bench-local-steps bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
+.PHONY: help demo test test-all test-long smoke lint types docs lock bench-prediction bench-memory bench-gpu bench-planner bench-deeppool bench-lossy bench-advise bench-local-steps bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-long         those that take many minutes, and other random examples"
 	@echo "make smoke             the few that run under every Python (VENV=folder PYTHON=python3.13)"
 	@echo "make lint, make types  ruff, mypy"
+	@echo "make docs              the documentation as a site, in build/site"
 	@echo "make lock              constraints.txt anew, from constraints.in"
 	@echo "make bench-prediction  predicted against measured step times and their order, on a test bed (needs root)"
 	@echo "make bench-memory      predicted against measured peak memory"
@@ -86,6 +87,17 @@ types: $(VENV)/test.stamp
 	mkdir -p build/types
 	ln -sfn ../.. build/types/meshwright
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py
+
+$(VENV)/docs.stamp: $(VENV)/test.stamp
+	$(PIP) -e ".[docs]"
+	touch $@
+
+# The root is the package: its docstrings are found under its name through the same link.
+docs: $(VENV)/docs.stamp
+	mkdir -p build/types
+	ln -sfn ../.. build/types/meshwright
+	$(BIN)/mkdocs build --strict --quiet
 
 lock:
 	.ci/lock

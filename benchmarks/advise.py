@@ -11,7 +11,7 @@ rows are written to a file as they come, and those that it has are not measured 
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -113,7 +113,7 @@ def turns_of(
 
 
 def _planned(model: Model, plan: Plan) -> float:
-    return trained(model._replace(batch=plan.goal.batch), plan).step_s
+    return trained(model.workload(), plan).step_s
 
 
 def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -169,7 +169,7 @@ def cells(row: Row) -> Iterator[tuple[object, ...]]:
         )  # fmt: skip
 
 
-def report(rows: list[Row], page: Path | None) -> None:
+def report(rows: Sequence[Row], page: Path | None) -> None:
     lines = [line for row in rows for line in cells(row)]
     found = [judged(row) for row in rows]
     near = sum(one["behind"] <= NEAR for one in found)

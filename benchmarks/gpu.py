@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from meshwright.executor.capability import CAPABILITY
-from meshwright.executor.launch.start import device_name, start_process_group
+from meshwright.executor.comm.setups import device_name
+from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.launch.train import Measured
 from meshwright.models.target import workload
 from meshwright.models.workload import Batch, Workload
@@ -110,7 +111,7 @@ def rows_of(model: Model, wanted: Sequence[MemoryPolicy]) -> Iterator[dict[str, 
         for policy in wanted:
             plans[policy] = plan_of(profile, cluster, model.goal, Way(memory=policy))
             predicted[policy].append(plans[policy].prediction)
-            measured[policy].append(trained(model, plans[policy]))
+            measured[policy].append(trained(model.workload(), plans[policy]))
     for policy in wanted:
         name = f"{model.name}, {policy}"
         row = row_of(name, plans[policy], predicted[policy], measured[policy])

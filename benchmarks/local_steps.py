@@ -114,9 +114,7 @@ class Training(System):
         alone.model.load_state_dict(state)
         alone.model.eval()
         outputs = alone.model(*test.args, **test.kwargs)
-        return tuple(
-            float(measure(outputs, test.target)) for measure in (alone.loss, alone.accuracy)
-        )
+        return float(alone.loss(outputs, test.target)), float(alone.accuracy(outputs, test.target))
 
 
 def apart(plan: Plan, way: Way, model: torch.nn.Module) -> Plan:
@@ -249,7 +247,7 @@ def curve_lines(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def time_lines(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """A line for each rate."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         local = row["local_steps"] or {}
         predicted, measured = row["apart_predicted_s"], row["apart_measured_s"]

@@ -119,10 +119,9 @@ class Training(System):
         """(loss, share that is right) of a test set."""
         self.model.eval()
         outputs = self.model(*test.args, **test.kwargs)
-        measures = self.workload.loss, self.workload.accuracy
-        found = tuple(float(measure(outputs, test.target)) for measure in measures)
         self.model.train()
-        return found
+        loss, accuracy = self.workload.loss, self.workload.accuracy
+        return float(loss(outputs, test.target)), float(accuracy(outputs, test.target))
 
 
 OPTIMIZERS = {

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,12 +127,15 @@ class Row:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
-def run(model: str, found: ModelProfile, policy: Policy, batch: int, optimizer: str) -> Row:
+def run(
+    model: str, found: ModelProfile, policy: Policy, batch: int, optimizer: OptimizerName
+) -> Row:
     """One run. Collective."""
     here = Device(name="here", memory_bytes=2**40, host_bytes_per_s=1e10)
     # Any: memory does not depend on how quick the links are.
     link = Level(name="intra", latency_s=1e-4, bytes_per_s=1e9)
     node = Node(name="here", devices=(here,) * RANKS)
+    slices: dict[str, Any] = {"message_bytes": SLICE_BYTES} if policy.schedule == "priority" else {}
     plan = make_plan(
         found,
         Cluster(name="here", nodes=(node,), levels=(link,)),
@@ -139,7 +143,7 @@ def run(model: str, found: ModelProfile, policy: Policy, batch: int, optimizer: 
         [policy.option(unit) for unit in found.units],
         schedule=policy.schedule,
         executor=CAPABILITY,
-        **({"message_bytes": SLICE_BYTES} if policy.schedule == "priority" else {}),
+        **slices,
     )
     torch.manual_seed(0)
     workload = build(model)
@@ -184,7 +188,9 @@ def on_rank(asked: argparse.Namespace) -> list[Row]:
             if (model, policy.name, batch, optimizer) not in there
         ]
         # Nothing is profiled where all rows are known.
-        found = profiled(model) if wanted else None
+        if not wanted:
+            continue
+        found = profiled(model)
         for policy, batch, optimizer in wanted:
             rows.append(row := run(model, found, policy, batch, optimizer))
             if dist.get_rank() == 0:

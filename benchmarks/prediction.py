@@ -206,7 +206,7 @@ def decisions(profile: ModelProfile, way: Way, ranks: int) -> list[Option]:
 
 
 def plan_of(profile: ModelProfile, cluster: Cluster, goal: Goal, way: Way) -> Plan:
-    slices = {"message_bytes": SLICE_BYTES} if way.schedule == "priority" else {}
+    slices: dict[str, Any] = {"message_bytes": SLICE_BYTES} if way.schedule == "priority" else {}
     chosen = decisions(profile, way, cluster.world_size)
     return make_plan(
         profile, cluster, goal, chosen, way.micro_batches, schedule=way.schedule,
@@ -225,9 +225,8 @@ def layout_of(plan: Plan) -> str:
     return f"{text}, {len(divided)} at ({layout.groups}, {layout.degree}) {styles}"
 
 
-def trained(model: Model, plan: Plan) -> Measured:
+def trained(workload: Workload, plan: Plan) -> Measured:
     """Steps under the plan. Collective."""
-    workload = model.workload()
     optimizer = optimizer_for(plan.goal.optimizer, workload.model.parameters())
     # What lossy exchange sends from the beginning is what it is planned to send.
     apply(workload.model, optimizer, plan, lossy=Lossy(stages=0))
@@ -299,7 +298,7 @@ def case_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 plan = plans[case] = plan_of(profile, links[case.mbit_s], model.goal, case.way)
                 set_rate(asked["folder"], case.mbit_s)
                 predicted[case].append(plan.prediction)
-                measured[case].append(trained(model, plan))
+                measured[case].append(trained(model.workload(), plan))
         for case in same:
             yield row_of(str(case), plans[case], predicted[case], measured[case])
 
@@ -315,7 +314,7 @@ def ranked_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     taken: dict[str, list[Measured]] = {name: [] for name in plans}
     for _ in range(TURNS):
         for name, plan in plans.items():
-            taken[name].append(trained(model, plan))
+            taken[name].append(trained(model.workload(), plan))
     for name, plan in plans.items():
         yield row_of(name, plan, [plan.prediction], taken[name])
 
@@ -354,8 +353,8 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 def rank_correlation(rows: Sequence[Row]) -> float:
     """Spearman's, of the predicted and the measured order; equal figures share their ranks."""
-    orders = [[row[name] for row in rows] for name in ("predicted_s", "measured_s")]
-    return float(spearmanr(*orders).statistic)
+    predicted, measured = ([row[name] for row in rows] for name in ("predicted_s", "measured_s"))
+    return float(spearmanr(predicted, measured).statistic)
 
 
 def ranking(asked: Any) -> None:

@@ -9,6 +9,7 @@ a table of steps, predicted and measured (medians), and as the last line one JSO
 
 import argparse
 import time
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -23,6 +24,7 @@ from meshwright.planner.explain.what_if import with_bandwidth
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.plan import Plan
+from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler.sessions import batches_for, cluster_of_ranks, profile_on_ranks
@@ -50,6 +52,10 @@ def decisions(plan: Plan) -> tuple[object, ...]:
     return plan.schedule, plan.message_bytes, plan.micro_batches, plan.placement, units
 
 
+def planned(problem: Problem) -> Plan:
+    return solve(problem).checked()
+
+
 def rows_of(model: str, goal: Goal, clusters: dict[str, Cluster]) -> list[dict[str, Any]]:
     """Both plans of a model, trained in turns. Collective."""
     torch.manual_seed(0)
@@ -58,7 +64,7 @@ def rows_of(model: str, goal: Goal, clusters: dict[str, Cluster]) -> list[dict[s
     plans: dict[str, Plan] = {}
     for name, cluster in clusters.items():
         problem = problem_for(profile, cluster, goal, CAPABILITY)
-        plans[name] = rank_zero_decides(lambda problem=problem: solve(problem).checked())
+        plans[name] = rank_zero_decides(partial(planned, problem))
     taken: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(TURNS):
         for name, plan in plans.items():

@@ -30,7 +30,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
@@ -257,7 +257,7 @@ class Trial:
         self.folder.cleanup()
 
 
-def rows_of(names: Sequence[str], limits: Limits, jobs: int) -> Iterator[Row]:
+def rows_of(names: Sequence[str], limits: Limits, jobs: int) -> Generator[Row, None, None]:
     """What came of each model, so many tried at once, as they end."""
     left, running = iter(names), list[Trial]()
     try:
