@@ -2,8 +2,8 @@
 Applied Sciences 10(24):8846, 2020; the full text was not at hand, this follows the abstract).
 
 Of the parameters of units that the plan drops, those whose gradients have the largest mean absolute
-values are sent, as far as a budget of bytes lasts; the threshold of the paper is the mean at which
-it ends.
+values are sent, as far as a budget of bytes lasts (``planner/simulate/dropping.py``); the threshold
+of the paper is the mean at which it ends.
 """
 
 # What is sent is decided alike on all ranks, from what the backward before has left: each
@@ -15,64 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...planner.simulate.dropping import Budget
 from ..comm.control import Control, PendingGather
 from .buckets import GradParam
 from .feedback import LossyGradGroup, drop_what_overflowed, l1
 from .slices import Slice
-
-
-class DropCandidate(NamedTuple):
-    """A parameter that may be sent: its bytes, the mean absolute value that is expected of its
-    accumulated gradient, and for how many backwards it has not been sent."""
-
-    bytes: int
-    mean: float
-    waited: int
-
-
-def choose(
-    candidates: Sequence[DropCandidate], credit_bytes: float, patience: int
-) -> tuple[list[bool], float]:
-    """(which are sent, the credit that is left). Those that have waited too long go in any case,
-    then the largest means while there is credit."""
-    # The last may overdraw it, and the backwards after it pay for that, so that the share that is
-    # sent is right over time whatever the sizes.
-    sent = [one.waited >= patience for one in candidates]
-    credit = credit_bytes - sum(p.bytes for p, stale in zip(candidates, sent, strict=True) if stale)
-    for i in sorted(range(len(candidates)), key=lambda i: (-candidates[i].mean, i)):
-        if credit <= 0:
-            break
-        if not sent[i]:
-            sent[i] = True
-            credit -= candidates[i].bytes
-    return sent, credit
-
-
-class Budget:
-    """The parameters of one ratio, which share a budget. ``fixed`` are sent in every backward."""
-
-    def __init__(
-        self, ratio: float, droppable: Sequence[GradParam], fixed: Sequence[GradParam]
-    ) -> None:
-        self.droppable = tuple(droppable)
-        self.credit_bytes = 0.0
-        self._all = sum(p.full_bytes for p in (*droppable, *fixed))
-        self._each = ratio * self._all - sum(p.full_bytes for p in fixed)
-
-    def choose(
-        self, means: dict[GradParam, float], waited: dict[GradParam, int], patience: int
-    ) -> set[GradParam]:
-        """The parameters that are sent in the next backward."""
-        # Debts of stale parameters that no budget could pay must not grow for ever.
-        credit = max(self.credit_bytes + self._each, -self._all)
-        rows = [DropCandidate(p.full_bytes, means[p], waited[p]) for p in self.droppable]
-        sent, self.credit_bytes = choose(rows, credit, patience)
-        return {p for p, goes in zip(self.droppable, sent, strict=True) if goes}
 
 
 class Dropping:
@@ -86,14 +38,11 @@ class Dropping:
         self._control, self._patience = control, patience
         params = [param for grad_group in grad_groups for param in grad_group.params]
         self._droppable = [p for p in params if not p.whole]
-        self._budgets = [
-            Budget(
-                ratio,
-                [p for p in self._droppable if p.ratio == ratio],
-                [p for p in params if p.ratio == ratio and p.whole],
-            )
-            for ratio in sorted({p.ratio for p in self._droppable})
-        ]
+        self._budgets: list[tuple[Budget, list[GradParam]]] = []
+        for ratio in sorted({p.ratio for p in self._droppable}):
+            mine = [p for p in self._droppable if p.ratio == ratio]
+            fixed = sum(p.full_bytes for p in params if p.ratio == ratio and p.whole)
+            self._budgets.append((Budget(ratio, [p.full_bytes for p in mine], fixed), mine))
         self._waited = dict.fromkeys(self._droppable, 0)
         self._sizes: dict[GradParam, Tensor] = {}
         self._coming: PendingGather | None = None
@@ -118,8 +67,10 @@ class Dropping:
             for param, total in zip(self._droppable, sums, strict=True)
         }
         self._due = set()
-        for budget in self._budgets:
-            self._due |= budget.choose(means, self._waited, self._patience)
+        for budget, mine in self._budgets:
+            expected, waited = ([known[p] for p in mine] for known in (means, self._waited))
+            sent = budget.choose(expected, waited, self._patience)
+            self._due |= {p for p, goes in zip(mine, sent, strict=True) if goes}
 
     def end(self) -> None:
         if not self._droppable:
@@ -142,14 +93,14 @@ class Dropping:
         return {
             "due": [p.name for p in self._droppable if p in self._due],
             "waited": {p.name: self._waited[p] for p in self._droppable},
-            "credit_bytes": [budget.credit_bytes for budget in self._budgets],
+            "credit_bytes": [budget.credit_bytes for budget, _ in self._budgets],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self._coming = None
         self._due = {p for p in self._droppable if p.name in set(state["due"])}
         self._waited = {p: int(state["waited"][p.name]) for p in self._droppable}
-        for budget, credit in zip(self._budgets, state["credit_bytes"], strict=True):
+        for (budget, _), credit in zip(self._budgets, state["credit_bytes"], strict=True):
             budget.credit_bytes = float(credit)
 
 

@@ -36,6 +36,7 @@ from ...planner.memory.gradient_buffers import FIRST_RATIO
 from ...planner.schema.errors import InputError
 from ...planner.schema.plan import AT_ONCE, MIRRORS, Plan
 from ...planner.simulate import slicing
+from ...planner.simulate.dropping import PATIENCE
 from ...planner.simulate.slicing import SliceSpec
 from ..comm.steps import parameters_of
 from .buckets import GradParam
@@ -53,7 +54,7 @@ class Lossy:
     ``stage_backwards`` each (Deep Gradient Compression's warm-up, Lin et al., arXiv 1712.01887).
     """
 
-    patience: int = 10
+    patience: int = PATIENCE
     first_ratio: float = FIRST_RATIO
     stages: int = 4
     stage_backwards: int = 25

@@ -311,10 +311,12 @@ def _waited(done: Evaluation) -> Iterator[tuple[LevelName, float]]:
     """Seconds for which the rank waits for each link: exposed messages, blocking communication."""
     for exposed in exposures(done):
         yield exposed.link, exposed.seconds  # type: ignore[misc]
-    # By priority there are several steps of spans, which does not change what is most.
-    for span in done.simulation.spans:
-        if span.phase != "exchange" and span.resource != COMPUTE:
-            yield span.resource, span.end_s - span.start_s  # type: ignore[misc]
+    simulation = done.simulation
+    for span in simulation.spans:
+        waits = span.phase != "exchange" and span.resource != COMPUTE
+        if waits and span.start_s >= simulation.start_s:
+            seconds = (span.end_s - span.start_s) / simulation.steps
+            yield span.resource, seconds  # type: ignore[misc]
 
 
 def check_belongs(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
@@ -447,12 +449,13 @@ def largest_part(done: Evaluation) -> tuple[Part, float]:
 
 def exposures(done: Evaluation) -> Iterator[Exposure]:
     """Each message's part in the stalls of the step, those without one left out."""
-    units, spans = done.model.profile.units, done.simulation.spans
-    end_s = max((s.end_s for s in spans), default=0.0)
+    units, simulation = done.model.profile.units, done.simulation
+    spans, start_s = simulation.spans, simulation.start_s
+    end_s = start_s + simulation.steps * simulation.step_s
     # A stall is when the rank neither computes nor communicates for itself. One may be the last of
     # a step: where no parameter is trained there is no update, and nothing follows the exchange.
     busy = [(s.start_s, s.end_s) for s in spans if s.phase != "exchange"]
-    stalls = list(gaps(busy, 0.0, end_s))
+    stalls = list(gaps(busy, start_s, end_s))
     # A message is exposed for as long as it is under way while the rank does nothing. Messages on
     # two links at once share a stall, so these seconds may add up to more than the step's.
     for index, message in enumerate(done.step.messages):
@@ -463,7 +466,8 @@ def exposures(done: Evaluation) -> Iterator[Exposure]:
             for start, end in stalls
         )
         if seconds > 0:
-            yield Exposure(tuple(units[k].name for k in message.units), message.link, seconds)
+            named = tuple(units[k].name for k in message.units)
+            yield Exposure(named, message.link, seconds / simulation.steps)
 
 
 def device_time(done: Evaluation) -> DeviceTime:

@@ -39,8 +39,9 @@ class Span(NamedTuple):
 
 class Simulation(NamedTuple):
     """A step in the steady state: ``step_s`` = ``compute_s`` + ``blocking_s`` + ``exposed_s``
-    (the rank waits for gradients). ``update_s`` is the part of compute that updates. Spans are of
-    all steps that were simulated."""
+    (the rank waits for gradients). ``update_s`` is the part of compute that updates. Where steps
+    differ it is the mean of the last ``steps``, which begin at ``start_s``. Spans are of all that
+    were simulated."""
 
     step_s: float
     compute_s: float
@@ -48,10 +49,14 @@ class Simulation(NamedTuple):
     exposed_s: float
     update_s: float
     spans: tuple[Span, ...]
+    start_s: float = 0.0
+    steps: int = 1
 
     @staticmethod
-    def of(step_s: float, work: Iterable[Span], spans: Iterable[Span]) -> Simulation:
-        """The simulation of a step in which the rank itself did ``work``, messages aside."""
+    def of(
+        start_s: float, end_s: float, work: Iterable[Span], spans: Iterable[Span], steps: int = 1
+    ) -> Simulation:
+        """The simulation of steps in which the rank itself did ``work``, messages aside."""
         compute_s = update_s = blocking_s = 0.0
         for span in work:
             took = span.end_s - span.start_s
@@ -60,9 +65,10 @@ class Simulation(NamedTuple):
                 update_s += took if span.phase == "update" else 0.0
             else:
                 blocking_s += took
-        exposed_s = max(step_s - compute_s - blocking_s, 0.0)  # what remains
+        exposed_s = max(end_s - start_s - compute_s - blocking_s, 0.0)  # what remains
+        sums = end_s - start_s, compute_s, blocking_s, exposed_s, update_s
         ordered = tuple(sorted(spans, key=lambda s: s.start_s))
-        return Simulation(step_s, compute_s, blocking_s, exposed_s, update_s, ordered)
+        return Simulation(*(each / steps for each in sums), ordered, start_s, steps)
 
 
 class _Sending:
@@ -72,7 +78,7 @@ class _Sending:
 
     def __init__(self, index: int, message: Message, step: int, key: tuple[float, int]) -> None:
         self.index, self.message, self.step, self.key = index, message, step, key
-        self.left_s = message.seconds
+        self.left_s = message.whole_s
         self.since_s: float | None = None
 
 
@@ -86,8 +92,11 @@ class _StepRun:
         self.waiting = {link: [] for link in LINKS}
         self.sending: dict[str, _Sending | None] = dict.fromkeys(LINKS)
         # How many messages of each unit have not arrived, by step.
-        count = Counter(k for message in step.messages for k in message.units)
-        self.missing = [dict(count) for _ in range(steps)]
+        always = Counter(k for m in step.messages if not m.turns for k in m.units)
+        self.missing = [always.copy() for _ in range(steps)]
+        for message in (m for m in step.messages if m.turns):
+            for number in filter(message.goes, range(steps)):
+                self.missing[number].update(message.units)
         self.ready_at: dict[int, list[tuple[int, Message]]] = {}
         for index, message in enumerate(step.messages):
             self.ready_at.setdefault(message.ready, []).append((index, message))
@@ -108,6 +117,8 @@ class _StepRun:
         if not work.frees:
             return
         for index, message in self.ready_at.get(work.unit, ()):
+            if not message.goes(step):
+                continue
             self.released += 1
             # Equal urgency leaves the order in which messages get ready: first in, first out.
             urgency = 0.0 if self.step.schedule == "barrier" else message.urgency
@@ -175,19 +186,23 @@ STEADY_STEPS: dict[ScheduleName, int] = {"barrier": 1, "priority": 4}
 def simulate(
     step: Step, interference: Interference = NO_INTERFERENCE, steps: int | None = None
 ) -> Simulation:
-    """Runs ``steps`` steps (as many as the steady state takes if not told) and describes the last.
+    """Runs ``steps`` steps (as many as the steady state takes if not told) and describes the last,
+    or the mean of those after them where messages have ``turns``.
 
     Under priority a step is counted from the end of one backward to the end of the next.
     """
-    count = steps or STEADY_STEPS[step.schedule]
+    period = max((len(message.turns) for message in step.messages), default=0)
+    count = (steps or STEADY_STEPS[step.schedule]) + period
     run = _StepRun(step, count, interference)
     ends = [0.0]
     for s in range(count):
         for each in step.work:
             run.run(each, s)
         ends.append(run.now_s)
-    work = [span for span in run.spans if span.start_s >= ends[-2] and span.message < 0]
-    return Simulation.of(ends[-1] - ends[-2], work, run.spans)
+    last = period or 1
+    start_s = ends[-1 - last]
+    work = [span for span in run.spans if span.start_s >= start_s and span.message < 0]
+    return Simulation.of(start_s, ends[-1], work, run.spans, last)
 
 
 def gaps(busy: Sequence[Interval], start_s: float, end_s: float) -> Iterator[Interval]:

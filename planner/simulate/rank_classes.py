@@ -297,9 +297,7 @@ def simulate_rank_classes(
     last = [0, *graph.ends][-2]
     work = [(t, s) for t, s in zip(tasks[last:], every[last:], strict=True) if not t.message]
     found = (
-        Simulation.of(
-            ends[-1] - ends[-2], [span for task, span in work if c in task.classes], spans
-        )
+        Simulation.of(ends[-2], ends[-1], [span for task, span in work if c in task.classes], spans)
         for c in range(len(graph.classes))
     )
     return max(found, key=lambda one: one.compute_s + one.blocking_s)

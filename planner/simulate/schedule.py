@@ -7,7 +7,8 @@ its own slices and update only (P3, Jayarajan et al., arXiv 1905.03960).
 """
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, sqrt
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..cost.step_time import LINKS, Chain, LinkMatrix, Vector
 from ..schema.options import Option
 from ..schema.plan import ScheduleName as ScheduleName
 from . import slicing
+from .dropping import Budget, expected_turns
 from .slicing import GradientSize, SliceSpec
 
 COMPUTE = "compute"
@@ -40,13 +42,24 @@ class Work(NamedTuple):
 
 class Message(NamedTuple):
     """Gradients of ``units`` that cross ``link`` together, once the backward of the first of them
-    (the last to have it) is over. Low ``urgency`` goes first."""
+    (the last to have it) is over. Low ``urgency`` goes first. With ``turns`` it goes in some steps
+    only, which repeat: ``seconds`` and ``sent_bytes`` are then those of a mean step."""
 
     units: tuple[int, ...]
     link: str
     seconds: float
     urgency: float = 0.0
     sent_bytes: float = 0.0
+    turns: tuple[bool, ...] = ()
+
+    def goes(self, step: int) -> bool:
+        """Whether it is sent in that step."""
+        return not self.turns or self.turns[step % len(self.turns)]
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds in a step in which it is sent."""
+        return self.seconds / fmean(self.turns or (1.0,))
 
     @property
     def ready(self) -> int:
@@ -166,20 +179,49 @@ def messages_of(
     """Every bucket or slice as a message, each one collective (two where the exchange is sharded);
     none of those that are waited for in backward."""
     messages, urgent = [], slicing.by_urgency(option.exchange for option in decisions)
-    for packed in pack_gradients(model, decisions, schedule):
+    made = pack_gradients(model, decisions, schedule)
+    dropped = _dropped_turns(model, made) if schedule == "priority" else {}
+    for packed in made:
         if packed.kind.early_release:
             continue
         for one in packed.slices:
             mine, kind = [packed.gradients[i] for i in one.parameters], packed.kind
+            turns = dropped.get(mine[0], ())
+            if turns and not any(turns):
+                continue
             if mine[0].whole and kind.lossy:
                 kind = Option(kind.layout)  # what is sent whole is averaged like a dense gradient
             size = sum(g.shared_bytes for g in mine) / one.parts
-            on = model.exchange(kind, model.payload_bytes(kind, ceil(size)) if kind.lossy else size)
-            urgency = packed.units[0] if urgent else 0.0
-            messages.append(
-                Message(packed.units, LINKS[on.link], on.seconds, urgency, on.sent_bytes)
-            )
+            part = kind.lossy and not turns
+            on = model.exchange(kind, model.payload_bytes(kind, ceil(size)) if part else size)
+            urgency, share = packed.units[0] if urgent else 0.0, fmean(turns or (1.0,))
+            seconds, sent = share * on.seconds, share * on.sent_bytes
+            messages.append(Message(packed.units, LINKS[on.link], seconds, urgency, sent, turns))
     return tuple(messages)
+
+
+def _dropped_turns(
+    model: CostModel, made: Sequence[PackedGradients]
+) -> dict[Gradient, tuple[bool, ...]]:
+    """The steps in which each gradient is sent that layer dropping leaves out of others."""
+    # A step that sends a large one hides no more of it than any step could: the mean step is longer
+    # than a step that sends the mean bytes.
+    dropped = [g for packed in made if packed.kind.exchange == "dropped" for g in packed.gradients]
+    turns: dict[Gradient, tuple[bool, ...]] = {}
+    for ratio in sorted({g.kind.ratio for g in dropped}):
+        same = [g for g in dropped if g.kind.ratio == ratio]
+        mine = [g for g in same if not g.whole]
+        fixed = sum(g.full_bytes for g in same if g.whole)
+        budget = Budget(ratio, [g.full_bytes for g in mine], fixed)
+        turns |= zip(mine, expected_turns(budget, [_mean_of(model, g) for g in mine]), strict=True)
+    return turns
+
+
+def _mean_of(model: CostModel, gradient: Gradient) -> float:
+    """What a gradient's elements have in the mean, as far as the profile of its unit tells."""
+    unit = model.profile.units[gradient.unit]
+    size = sum(p.bytes for p in unit.parameters if p.trainable)
+    return sqrt(unit.gradient_energy / size) if unit.gradient_energy else 1.0
 
 
 def step_of(

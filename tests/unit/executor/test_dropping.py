@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from meshwright.executor.comm.control import Control
 from meshwright.executor.comm.groups import Group, World
 from meshwright.executor.comm.watchdog import Watchdog
 from meshwright.executor.gradients.buckets import GradParam
-from meshwright.executor.gradients.dropping import (
-    Budget,
-    DropCandidate,
-    DroppedGradGroup,
-    Dropping,
-    choose,
-)
+from meshwright.executor.gradients.dropping import DroppedGradGroup, Dropping
 from meshwright.executor.gradients.feedback import LossyGradGroup
 from meshwright.executor.gradients.slices import GradGroup, make_grad_groups
 from torch import nn
@@ -42,67 +35,6 @@ def grad_param(
 def control() -> Control:
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
     return Control(world, Watchdog(0, 1, 10.0))
-
-
-def test_the_largest_means_go_first_until_the_credit_is_used_up():
-    candidates = [
-        DropCandidate(100, 0.1, 0),
-        DropCandidate(50, 0.4, 0),
-        DropCandidate(30, 0.3, 0),
-        DropCandidate(20, 0.2, 0),
-    ]
-    assert choose(candidates, 80, 10) == ([False, True, True, False], 0)
-    assert choose(candidates, 60, 10) == ([False, True, True, False], -20)  # overdrawn by the last
-    assert choose(candidates, 0, 10) == ([False] * 4, 0)
-    assert choose(candidates, 200, 10) == ([True] * 4, 0)
-
-
-def test_what_has_waited_too_long_goes_first_and_is_paid_for():
-    candidates = [DropCandidate(100, 0.1, 3), DropCandidate(50, 0.4, 2)]
-    assert choose(candidates, 60, 3) == ([True, False], -40)
-    assert choose(candidates, 120, 3) == ([True, True], -30)
-
-
-def test_equal_means_are_sent_in_their_order():
-    assert choose([DropCandidate(10, 1.0, 0)] * 3, 15, 9)[0] == [True, True, False]
-
-
-def test_the_share_that_is_sent_is_the_ratio_over_time_whatever_the_sizes():
-    """One piece is most of the bytes, so no single backward can send a fifth."""
-    sizes = {"a": (40, 20), "b": (10, 10), "c": (10, 10)}
-    candidates = [grad_param(name, *shape) for name, shape in sizes.items()]
-    fixed = [grad_param("bias", 20)]
-    budget = Budget(0.2, candidates, fixed)
-    held = dict.fromkeys(candidates, 0)
-    steps, sent_bytes = 200, 0
-    for _ in range(steps):
-        means = {e: 1.0 + held[e] for e in candidates}  # each new gradient as large as the last
-        sent = budget.choose(means, held, 50)
-        held = {e: 0 if e in sent else held[e] + 1 for e in candidates}
-        sent_bytes += 4 * (sum(e.full_numel for e in sent) + 20)
-    whole = 4 * (800 + 100 + 100 + 20)
-    assert sent_bytes / (steps * whole) == pytest.approx(0.2, rel=0.02)
-
-
-def test_a_piece_waits_no_longer_than_allowed():
-    candidates = [grad_param("large", 10, 10), grad_param("small", 10, 10)]
-    budget = Budget(0.5, candidates, [])
-    waited = dict.fromkeys(candidates, 0)
-    longest = 0
-    for _ in range(30):
-        sent = budget.choose({candidates[0]: 100.0, candidates[1]: 0.0}, waited, 4)
-        waited = {e: 0 if e in sent else waited[e] + 1 for e in candidates}
-        longest = max(longest, waited[candidates[1]])
-    assert longest == 4
-
-
-def test_debts_for_stale_pieces_do_not_grow_for_ever():
-    """With a patience of 1 every other backward sends all, far more than the ratio of a tenth."""
-    candidate = grad_param("a", 10, 10)
-    budget = Budget(0.1, [candidate], [])
-    for step in range(50):
-        budget.choose({candidate: 1.0}, {candidate: step % 2}, 1)
-    assert budget.credit_bytes >= -2 * 400
 
 
 def test_pieces_travel_alone_and_what_is_sent_whole_together():
