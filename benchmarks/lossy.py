@@ -1,6 +1,6 @@
 """Exchanges that send a part, against the dense one, on two hosts with slow links.
 
-    python benchmarks/lossy.py [--markdown docs/results/lossy.md]
+    python benchmarks/lossy.py [--only times] [--markdown docs/results/lossy.md]
 
 Trains ``cnn-digits`` on the digits by priority exchange: dense, rounded to bfloat16 and to eight
 bits, with layers dropped, and with top-k, all in one run. First on fast links: test accuracy after
@@ -255,7 +255,8 @@ def predictions() -> dict[str, float]:
 def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Everything, as one row. Collective."""
     # On fast links first: what is trained to does not depend on them.
-    found = {"right": accuracies(), "losses": text_losses(), "compute_s": compute_seconds()}
+    trained = {} if asked["only"] else {"right": accuracies(), "losses": text_losses()}
+    found = {**trained, "compute_s": compute_seconds()}
     mbit_s = 8e-6 * GRADIENT_BYTES / (EXPOSED * found["compute_s"])
     set_rate(asked["folder"], mbit_s)
     # Before and after, as the machine does not stay as quick as it was.
@@ -264,24 +265,22 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {**found, "mbit_s": mbit_s, "timed": timed, "predicted": predicted}
 
 
-HEAD = (
-    "exchange", "step ms", "cut", "predicted", "waiting ms", "cut", "wire MB", "cut",
-    "test accuracy, 3 seeds", "against dense", "text loss",
-)  # fmt: skip
+TIMES = ("exchange", "step ms", "cut", "predicted", "waiting ms", "cut", "wire MB", "cut")
+TRAINED = ("test accuracy, 3 seeds", "against dense", "text loss")
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each exchange from what the ranks found: a mean step on slow links, what is cut off
     the dense exchange's bytes, seconds of waiting and of the step, and what it trains to."""
-    dense = found["timed"][0]
+    dense, trained = found["timed"][0], "right" in found
     cuts = {"wire_cut": "wire_bytes", "waited_cut": "waited_s", "step_cut": "step_s"}
     return [
         {
             **row,
             **{cut: 1 - row[name] / dense[name] for cut, name in cuts.items()},
             "predicted_s": found["predicted"][row["way"]],
-            "accuracy": found["right"][row["way"]],
-            "text_loss": found["losses"][row["way"]],
+            "accuracy": found["right"][row["way"]] if trained else (),
+            "text_loss": found["losses"][row["way"]] if trained else None,
         }
         for row in found["timed"]
     ]
@@ -292,7 +291,7 @@ def gained(row: dict[str, Any], dense: dict[str, Any]) -> float:
 
 
 def cells(row: dict[str, Any], dense: dict[str, Any]) -> tuple[str, ...]:
-    return (
+    times = (
         row["way"],
         f"{1e3 * row['step_s']:.1f}",
         f"{row['step_cut']:.0%}",
@@ -301,6 +300,11 @@ def cells(row: dict[str, Any], dense: dict[str, Any]) -> tuple[str, ...]:
         f"{row['waited_cut']:.0%}",
         f"{row['wire_bytes'] / 1e6:.3f}",
         f"{row['wire_cut']:.0%}",
+    )
+    if not row["accuracy"]:
+        return times
+    return (
+        *times,
         " ".join(f"{a:.1%}" for a in row["accuracy"]),
         f"{100 * gained(row, dense):+.1f} points",
         f"{row['text_loss']:.3f}",
@@ -310,12 +314,20 @@ def cells(row: dict[str, Any], dense: dict[str, Any]) -> tuple[str, ...]:
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--markdown", type=Path, help="puts the results into that page")
+    parser.add_argument("--only", choices=("times",), help="train nothing to its end")
     asked = parser.parse_args()
+    if asked.only and asked.markdown:
+        parser.error("the page has what is trained to as well: leave --only or --markdown out")
     if (reason := missing()) is not None:
         sys.exit(reason)
-    (found,) = on_a_bed(__file__, {}, mbit_s=FAST_MBIT_S)
+    (found,) = on_a_bed(__file__, {"only": asked.only}, mbit_s=FAST_MBIT_S)
     compute_s, mbit_s, rows = found["compute_s"], found["mbit_s"], rows_of(found)
     lines = [cells(row, rows[0]) for row in rows]
+    title = f"computing {1e3 * compute_s:.1f} ms, links of {mbit_s:.0f} Mbit/s"
+    if asked.only:
+        print_table(title, TIMES, lines)
+        print_json({"compute_s": compute_s, "mbit_s": mbit_s, "rows": rows})
+        return
     reached = [
         row["way"]
         for row in rows
@@ -324,13 +336,14 @@ def main() -> None:
         and gained(row, rows[0]) >= -ACCURACY
     ]
     result = {"compute_s": compute_s, "mbit_s": mbit_s, "rows": rows, "reached": reached}
-    print_table(f"computing {1e3 * compute_s:.1f} ms, links of {mbit_s:.0f} Mbit/s", HEAD, lines)
+    head = (*TIMES, *TRAINED)
+    print_table(title, head, lines)
     put_into(
         asked.markdown,
         "table",
         f"A step without any exchange takes {1e3 * compute_s:.1f} ms; the links have "
         f"{mbit_s:.0f} Mbit/s, so\nthat the dense exchange takes about eight times that.\n\n"
-        f"{markdown(HEAD, lines)}\n\n"
+        f"{markdown(head, lines)}\n\n"
         "At least 81% less communication (bytes, and waiting), 70% less time for a step, and "
         "accuracy within\none point of dense: "
         f"{', '.join(f'`{name}`' for name in reached) or 'none'}.",
