@@ -62,7 +62,6 @@ TOO_GOOD = 1.02
 MIB = 2**20
 # A slice size that leaves every parameter whole.
 WHOLE = 2**40
-PROFILE_S = 15.0
 COLUMNS = (
     "model", "hosts", "batch", "ratio", "mbit_s", "compute_s", "ddp_default_s", "ddp_best_s",
     "fsdp_s", "priority_s", "plan_s", "bound_s", "efficiency", "exchange_processor_s",
@@ -185,7 +184,7 @@ def one_row(
 def _profiled(name: str, size: int) -> ModelProfile:
     return profile(
         fresh(name), batches=(max(size // 2, 1), size, 2 * size), degrees=(2,),
-        optimizers=("momentum",), budget_s=PROFILE_S,
+        optimizers=("momentum",),
     )  # fmt: skip
 
 

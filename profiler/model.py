@@ -40,6 +40,8 @@ LONGEST_STEP_S = 4.0
 MORE, REPEATED_S = 6, 0.5
 # Of the time for a profile, what a step may take where sizes are to fit.
 LONGEST_SHARE = 0.2
+# Dividing units has this share of the time at least, whatever was spent before.
+SHARES_LEAST = 0.25
 # Samples whose step tells what larger batches take, and the fewest that are measured for a goal: a
 # batch of one has no statistics to normalise by, torch refuses it.
 FEW = 2
@@ -284,7 +286,8 @@ def _units(
     calls = capture(model, job.batch(sizes[-1]), [u for u in found.units if u.splits])
     # A step goes through feature maps, weights and their gradients.
     touched = measured[-1].footprint.total + 2 * sum(p.nbytes for p in model.parameters())
-    meter = ShareMeter(model, job.device, job.start + job.budget_s, job.workload.precision, touched)
+    deadline = time.perf_counter() + max(job.left_s(1.0), SHARES_LEAST * job.budget_s)
+    meter = ShareMeter(model, job.device, deadline, job.workload.precision, touched)
     # Parameters that no unit has count to the model's beginning, as in the executor.
     outside = {found.units[0].name: found.outside}
     unreached = set.intersection(*(m.footprint.unreached for m in measured))
@@ -297,14 +300,20 @@ def _units(
     # Should time run short, it was spent where most can be gained: on the most parameters.
     divided = [u for u in found.units if u.splits]
     divided.sort(key=lambda u: bases[u.name].parameter_bytes, reverse=True)
-    for i, unit in enumerate(divided):
-        job.report(0.7 + 0.25 * i / len(divided), f"dividing {unit.name}")
+    # And on the smallest degree of all of them, before larger ones.
+    rounds = dict.fromkeys((tuple(degrees[:1]), tuple(degrees)))
+    turns = [(unit, wanted) for wanted in rounds for unit in divided]
+    for i, (unit, wanted) in enumerate(turns):
+        job.report(0.7 + 0.25 * i / len(turns), f"dividing {unit.name}")
         call = calls.get(unit.name)  # none where a forward leaves the unit out
         if call is None:
             continue
-        shares = meter.shares(unit, bases[unit.name], call, sizes[-1], degrees)
         base = bases[unit.name]
+        shares = meter.shares(unit, base, call, sizes[-1], wanted)
         bases[unit.name] = msgspec.structs.replace(base, shares=(base.whole, *shares))
+    _tell_of_late(
+        [u.name for u in divided if len(bases[u.name].shares) == 1 and u.name in meter.late]
+    )
     discarded = measured[0].footprint.discarded
     batch = job.batch(sizes[0])
     kept = saved_inputs(model, found.units, batch, job.workload.loss) if divided else {}
@@ -316,6 +325,16 @@ def _units(
         )
         for u in found.units
     )
+
+
+def _tell_of_late(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"time ran out before {len(names)} units were measured divided (first {names[0]}): "
+            "plans keep them whole; measure smaller or fewer batches (--batches 4,8), or give more "
+            "time (budget_s of mw.profile)",
+            stacklevel=2,
+        )
 
 
 def inputs_of(unit: UnitSpec, found: Mapping[str, SavedInputs], size: int) -> dict[str, float]:

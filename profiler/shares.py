@@ -66,6 +66,9 @@ class ShareMeter:
         others = min(touched_bytes, EVICTED_BYTES)
         self._others = torch.zeros(others, dtype=torch.uint8, device=device)
         self._known: dict[tuple[Any, ...], tuple[Cost, Cost] | None] = {}
+        self._late = set[tuple[Any, ...]]()
+        self.late = set[str]()
+        """Units of which a share was left out as the deadline had passed."""
 
     def shares(
         self,
@@ -84,7 +87,7 @@ class ShareMeter:
                 if not degrees(profile, split.style, degree):
                     continue
                 costs = self._costs(unit, split, call, degree)
-                # No time was left for it.
+                # It could not be, or no time was left for it.
                 if costs is None:
                     continue
                 undivided, member = costs
@@ -123,6 +126,10 @@ class ShareMeter:
                 # A member's few samples may be too few for what follows in the unit: left out.
                 with contextlib.suppress(Exception):
                     self._known[key] = self._measure(unit, split, call, degree)
+            else:
+                self._late.add(key)
+        if key in self._late:
+            self.late.add(unit.name)
         return self._known[key]
 
     def _measure(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -148,7 +148,8 @@ def test_without_time_the_units_with_most_parameters_are_divided_first(
         return ordinary(self, unit, *rest)
 
     monkeypatch.setattr(ShareMeter, "shares", shares)
-    result = profile(models.build("cnn-digits"), degrees=(2,), repeats=1, budget_s=0.0)
+    with pytest.warns(UserWarning, match="time ran out before 4 units were measured divided"):
+        result = profile(models.build("cnn-digits"), degrees=(2,), repeats=1, budget_s=0.0)
     assert len(result.batches) == 2  # one size alone makes no curve
     sizes = [result.unit(name).parameter_bytes for name in asked]
     assert len(sizes) > 3
@@ -361,3 +362,27 @@ def test_a_loss_that_is_a_sum_is_told_before_training():
     with pytest.warns(UserWarning, match=r"is a sum over samples.*launch' will refuse it"):
         found = mw.profile(summed, batches=(2, 4))
     assert found.units[1].kind == "linear"
+
+
+def test_every_unit_is_measured_divided_before_any_is_at_a_larger_degree(monkeypatch):
+    asked: list[tuple[str, tuple[int, ...]]] = []
+    ordinary = ShareMeter.shares
+
+    def shares(
+        self: ShareMeter, unit: UnitSpec, base: Any, call: Any, size: int, wanted: Sequence[int]
+    ) -> Any:
+        asked.append((unit.name, tuple(wanted)))
+        return ordinary(self, unit, base, call, size, wanted)
+
+    monkeypatch.setattr(ShareMeter, "shares", shares)
+    found = profile(models.build("mlp"), batches=(4,), degrees=(2, 4), repeats=1, budget_s=20)
+    first, then = ([name for name, wanted in asked if wanted == few] for few in ((2,), (2, 4)))
+    assert first == then == [name for name, _ in asked][: len(first)]
+    for name in first:
+        assert {share.degree for share in found.unit(name).shares} == {1, 2, 4}
+
+
+def test_dividing_has_a_part_of_the_time_although_it_was_spent_before():
+    """Three steps of two sizes each take longer than a hundredth of a second."""
+    found = profile(models.build("mlp"), batches=(64, 128), degrees=(2,), repeats=1, budget_s=0.01)
+    assert any(share.degree == 2 for unit in found.units for share in unit.shares)
