@@ -93,10 +93,10 @@ $(VENV)/docs.stamp: $(VENV)/test.stamp
 	$(PIP) -e ".[docs]"
 	touch $@
 
-# The root is the package: its docstrings are found under its name through the same link.
+# The root is the package: its docstrings are found under its name, through links to nothing else.
 docs: $(VENV)/docs.stamp
-	mkdir -p build/types
-	ln -sfn ../.. build/types/meshwright
+	mkdir -p build/docs/meshwright
+	for name in *.py cli executor models planner profiler; do ln -sfn ../../../$$name build/docs/meshwright; done
 	$(BIN)/mkdocs build --strict --quiet
 
 lock:

@@ -40,8 +40,9 @@ LONGEST_STEP_S = 4.0
 MORE, REPEATED_S = 6, 0.5
 # Of the time for a profile, what a step may take where sizes are to fit.
 LONGEST_SHARE = 0.2
-# Dividing units has this share of the time at least, whatever was spent before.
-SHARES_LEAST = 0.25
+# Of the time for a profile, what may be added so that units are measured divided at one degree:
+# what is not cannot be planned.
+OVERTIME = 0.5
 # Samples whose step tells what larger batches take, and the fewest that are measured for a goal: a
 # batch of one has no statistics to normalise by, torch refuses it.
 FEW = 2
@@ -96,7 +97,8 @@ def profile(
     ``batches`` are the batch sizes to measure; by default 1 to 32, stopping early where a step
     takes long. ``degrees`` are the model parallel degrees at which divided units are measured.
     ``budget_s`` bounds the time roughly: fewer repeats are made and larger degrees left out
-    when it runs short; of quick steps more than ``repeats``. The workload's ``precision`` holds
+    when it runs short, and half of it is added where units have not been divided by then; of quick
+    steps more than ``repeats``. The workload's ``precision`` holds
     meanwhile. Weights, buffers, gradients, random state and train/eval flags are left as they
     were; the model is moved to ``device`` and stays there. With ``room_bytes`` a batch size
     that would take more memory than that, or too long for the budget, is halved until it does
@@ -286,8 +288,9 @@ def _units(
     calls = capture(model, job.batch(sizes[-1]), [u for u in found.units if u.splits])
     # A step goes through feature maps, weights and their gradients.
     touched = measured[-1].footprint.total + 2 * sum(p.nbytes for p in model.parameters())
-    deadline = time.perf_counter() + max(job.left_s(1.0), SHARES_LEAST * job.budget_s)
+    deadline = job.start + job.budget_s
     meter = ShareMeter(model, job.device, deadline, job.workload.precision, touched)
+    overtime = max(deadline, time.perf_counter()) + OVERTIME * job.budget_s
     # Parameters that no unit has count to the model's beginning, as in the executor.
     outside = {found.units[0].name: found.outside}
     unreached = set.intersection(*(m.footprint.unreached for m in measured))
@@ -301,9 +304,10 @@ def _units(
     divided = [u for u in found.units if u.splits]
     divided.sort(key=lambda u: bases[u.name].parameter_bytes, reverse=True)
     # And on the smallest degree of all of them, before larger ones.
-    rounds = dict.fromkeys((tuple(degrees[:1]), tuple(degrees)))
-    turns = [(unit, wanted) for wanted in rounds for unit in divided]
-    for i, (unit, wanted) in enumerate(turns):
+    passes = {tuple(degrees): deadline, tuple(degrees[:1]): overtime}
+    turns = [(u, wanted, end) for wanted, end in reversed(passes.items()) for u in divided]
+    for i, (unit, wanted, end) in enumerate(turns):
+        meter.end = end
         job.report(0.7 + 0.25 * i / len(turns), f"dividing {unit.name}")
         call = calls.get(unit.name)  # none where a forward leaves the unit out
         if call is None:

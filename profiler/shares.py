@@ -50,8 +50,8 @@ class Cost(NamedTuple):
 
 
 class ShareMeter:
-    """Measures shares until ``deadline`` (``time.perf_counter``), then leaves the rest out. A step
-    of the model touches ``touched_bytes``."""
+    """Measures shares in turns of several rounds until ``deadline`` (``time.perf_counter``), of one
+    until ``end``, and leaves the rest out. A step of the model touches ``touched_bytes``."""
 
     def __init__(
         self,
@@ -62,13 +62,14 @@ class ShareMeter:
         touched_bytes: int = 0,
     ) -> None:
         self._model, self._device, self._deadline = model, device, deadline
+        self.end = deadline
         self._precision = precision
         others = min(touched_bytes, EVICTED_BYTES)
         self._others = torch.zeros(others, dtype=torch.uint8, device=device)
         self._known: dict[tuple[Any, ...], tuple[Cost, Cost] | None] = {}
         self._late = set[tuple[Any, ...]]()
         self.late = set[str]()
-        """Units of which a share was left out as the deadline had passed."""
+        """Units of which a share was left out for time."""
 
     def shares(
         self,
@@ -122,7 +123,7 @@ class ShareMeter:
         key = (unit.kind, split.style, degree, *map(str, modules), *shapes, *inputs)
         if key not in self._known:
             self._known[key] = None
-            if time.perf_counter() < self._deadline:
+            if time.perf_counter() < self.end:
                 # A member's few samples may be too few for what follows in the unit: left out.
                 with contextlib.suppress(Exception):
                     self._known[key] = self._measure(unit, split, call, degree)
@@ -149,7 +150,7 @@ class ShareMeter:
         of = partial(cost_of, device=self._device, precision=self._precision, others=self._others)
         rounds = [
             (of(holder, unit, call), of(shard, unit, given, divisor=degree))
-            for _ in range(ROUNDS + 1)
+            for _ in range(1 + (ROUNDS if time.perf_counter() < self._deadline else 1))
         ][1:]
         undivided, member = (
             Cost(*map(median, zip(*costs, strict=True))) for costs in zip(*rounds, strict=True)
