@@ -148,7 +148,7 @@ def test_without_time_the_units_with_most_parameters_are_divided_first(
         return ordinary(self, unit, *rest)
 
     monkeypatch.setattr(ShareMeter, "shares", shares)
-    with pytest.warns(UserWarning, match="time ran out before 4 units were measured divided"):
+    with pytest.warns(UserWarning, match="time ran out before 6 units were measured divided"):
         result = profile(models.build("cnn-digits"), degrees=(2,), repeats=1, budget_s=0.0)
     assert len(result.batches) == 2  # one size alone makes no curve
     sizes = [result.unit(name).parameter_bytes for name in asked]
