@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.launch.hosts.settings import Hosts
+    from .executor.launch.restarts import Restarts
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
         agreed_state_dict,
@@ -58,6 +59,7 @@ _HOMES = {
     ),
     ".executor.launch.background": "Background",
     ".executor.launch.hosts.settings": "Hosts",
+    ".executor.launch.restarts": "Restarts",
     ".cli.demonstration": "demo",
     ".executor.checkpoint.checkpoint": "Checkpoint checkpoint",
     ".executor.checkpoint.weights": "export load_model save_model",
@@ -91,6 +93,7 @@ __all__ = [
     "MeshwrightError",
     "ModelProfile",
     "Plan",
+    "Restarts",
     "RunError",
     "RunReport",
     "Workload",

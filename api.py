@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from .executor.launch.hosts.settings import Hosts
     from .executor.launch.losses import LossComparison
     from .executor.launch.progress import Step
+    from .executor.launch.restarts import Restarts
     from .executor.launch.verify import Verification
     from .models.workload import Workload
     from .planner.schema.goal import BatchStatistics
@@ -491,6 +492,7 @@ def launch(
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 50,
     resume: bool = True,
+    restarts: Restarts | int = 0,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunReport | None:
@@ -513,13 +515,19 @@ def launch(
     ``checkpoint`` is a folder that all hosts share, into which the training is saved after
     ``checkpoint_every`` steps each and at its end (a script keeps them itself, by ``mw.checkpoint``
     without a folder). Where it has some, the run goes on from the latest that is whole; without
-    ``resume`` such a folder is refused.
+    ``resume`` such a folder is refused. A run that loses a rank or a host is started again so many
+    times as ``restarts`` says, from the latest checkpoint; ``Restarts`` has also on how few of
+    ``hosts`` it may go on, under another plan.
     """
     from .executor.launch.background import Background
+    from .executor.launch.hosts.elastic import launch_elastic
     from .executor.launch.hosts.over_ssh import HostWork, launch_over_ssh
     from .executor.launch.hosts.settings import counts_of
     from .executor.launch.launch import keeping_for, launch, ranks_for, ranks_of_hosts
+    from .executor.launch.restarts import Restarts
 
+    again = Restarts(restarts) if isinstance(restarts, int) else restarts
+    again.check(checkpoint, 0 if hosts is None else len(hosts.names), nodes)
     background_job = (
         Background(background, limit=plan.goal.background_limit)
         if isinstance(background, str)
@@ -538,11 +546,13 @@ def launch(
             checkpoint=None if checkpoint is None else str(checkpoint),
             checkpoint_every=checkpoint_every, resume=resume,
         )  # fmt: skip
+        if again.wanted:
+            return launch_elastic(work, hosts, again, at_end, say)
         return launch_over_ssh(work, hosts, at_end, say)
     # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
     keeping = keeping_for(checkpoint, checkpoint_every, resume=resume)
-    return launch(plan, script, steps, ranks, background_job, keeping, at_end, say)
+    return launch(plan, script, steps, ranks, background_job, keeping, at_end, say, again)
 
 
 def auto_parallelize(

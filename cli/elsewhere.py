@@ -39,6 +39,9 @@ _BELONGS = {
     "image": (_KUBERNETES,),
     "gpus": (_SLURM, _KUBERNETES),
     "job_name": (_SLURM, _KUBERNETES),
+    "min_nodes": (_SSH,),
+    "profile": (_SSH,),
+    "cluster": (_SSH,),
 }
 # Options that every host is told as they were given here.
 _PASSED_ON = (
@@ -76,6 +79,7 @@ class Elsewhere:
     image: str | None
     gpus: int | None
     job_name: str
+    max_restarts: int = 0
 
     @property
     def way(self) -> str | None:
@@ -107,6 +111,11 @@ class Elsewhere:
             raise InputError(
                 f"{asked[0]} numbers its hosts and lets them meet itself: leave out --node-rank "
                 "and --rendezvous"
+            )
+        if self.way == _SLURM and "max_restarts" in self.given:
+            raise InputError(
+                "--max-restarts is for ranks that are started from here: let Slurm start the job "
+                "again, with --slurm-option requeue"
             )
         if self.way == _KUBERNETES and self.image is None:
             raise InputError("--kubernetes needs the image of its pods: add --image NAME")
@@ -167,7 +176,7 @@ class Elsewhere:
             command = replace(command, python=("python",))
         job = KubernetesJob(
             command, plan, self.image or "", self._where, self.job_name,
-            variables(self.variables), self.gpus,
+            variables(self.variables), self.gpus, self.max_restarts,
         )  # fmt: skip
         self._written(job.manifest(), path, "kubectl create -f")
 

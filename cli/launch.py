@@ -10,9 +10,12 @@ import typer
 
 from ..executor.launch.background import AtEnd, Background
 from ..executor.launch.progress import console
+from ..executor.launch.restarts import DEFAULT_RESTARTS, Restarts
 from ..executor.notes import note
+from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError, RunError, StoppedError
 from ..planner.schema.plan import Plan
+from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
 from ..planner.schema.report import RunReport
 from ..planner.schema.text import option, size
@@ -133,6 +136,10 @@ def launch(
     checkpoint: options.CheckpointFolder = None,
     checkpoint_every: options.CheckpointEvery = 50,
     resume: options.Resume = True,
+    max_restarts: options.MaxRestarts = None,
+    min_nodes: options.MinNodes = None,
+    profile: options.PlansProfile = None,
+    cluster: options.PlansCluster = None,
     json: options.Json = False,
 ) -> None:
     """Run a plan, here or on several hosts, and end with what was predicted beside what was
@@ -149,13 +156,17 @@ def launch(
         ssh_config=ssh_config, ssh_options=tuple(ssh_option or ()), python=remote_python,
         folder=folder, variables=tuple(env or ()), rendezvous=rendezvous, dry_run=dry_run,
         slurm_options=tuple(slurm_option or ()), submit=submit, image=image, gpus=gpus,
-        job_name=job_name,
+        job_name=job_name, max_restarts=max_restarts or 0,
     )  # fmt: skip
     asked.check()
     _check_belongs(given, "background", "a background job: add --background COMMAND", background)
     _check_belongs(given, "checkpoint", "checkpoints: add --checkpoint FOLDER", checkpoint)
     _check_belongs(given, "resume", "checkpoints: add --checkpoint FOLDER", checkpoint)
     found_hosts = asked.found_hosts()
+    restarts = _restarts(max_restarts, min_nodes, profile, cluster)
+    restarts.check(
+        checkpoint, len(found_hosts.names) if found_hosts else 0, nnodes if not asked.way else 1
+    )
     if dry_run or slurm is not None or kubernetes is not None:
         if kubernetes is not None and checkpoint is not None:
             note(f"pods keep checkpoints in {checkpoint}: mount a volume there that all share")
@@ -199,9 +210,27 @@ def launch(
             checkpoint=checkpoint,
             checkpoint_every=checkpoint_every,
             resume=resume,
+            restarts=restarts,
             at_end=at_end,
             say=note,
         )
+
+
+def _restarts(
+    most: int | None, min_nodes: int | None, profile: Path | None, cluster: Path | None
+) -> Restarts:
+    """How the run is started again."""
+    if min_nodes is None and (profile or cluster):
+        raise InputError(
+            "--profile and --cluster are for planning again with fewer hosts: add --min-nodes, or "
+            "leave them out"
+        )
+    return Restarts(
+        DEFAULT_RESTARTS if most is None and min_nodes is not None else most or 0,
+        min_nodes,
+        load(ModelProfile, profile, "--profile") if profile else None,
+        load(Cluster, cluster, "--cluster") if cluster else None,
+    )
 
 
 @contextlib.contextmanager

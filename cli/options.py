@@ -259,6 +259,22 @@ Resume = Annotated[
     ),
 ]
 
+MaxRestarts = Annotated[
+    int | None,
+    whole(
+        "Start again from the latest checkpoint after a rank or host was lost, so many times at "
+        "most (default: 0; 3 with --min-nodes).",
+        least=0,
+    ),
+]
+MinNodes = Annotated[
+    int | None,
+    whole(
+        "Go on with as few as so many of --hosts, and with more when they are back, each time "
+        "under a new plan."
+    ),
+]
+
 # -- another job in what the run leaves idle ------------------------------------------------------
 
 BackgroundJob = Annotated[

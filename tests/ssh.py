@@ -52,15 +52,19 @@ def begin(**other):
 """
 
 
-def plan_for_hosts(count: int) -> Plan:
-    """A plan of VGG-16 for a rank on each of some hosts."""
-    device = Device(name="a100", memory_bytes=40 * 2**30)
-    cluster = Cluster(
+def cluster_of_hosts(count: int, memory_bytes: int = 40 * 2**30) -> Cluster:
+    """Some hosts with a device each."""
+    device = Device(name="a100", memory_bytes=memory_bytes)
+    return Cluster(
         name="hosts",
         nodes=tuple(Node(name=f"host{i}", devices=(device,)) for i in range(count)),
         levels=(Level(name="inter", latency_s=1e-4, bytes_per_s=1e9),),
     )
-    return make_plan(load_table("vgg16"), cluster, Goal(batch=32))
+
+
+def plan_for_hosts(count: int) -> Plan:
+    """A plan of VGG-16 for a rank on each of some hosts."""
+    return make_plan(load_table("vgg16"), cluster_of_hosts(count), Goal(batch=32))
 
 
 def put_ssh(folder: Path) -> Path:

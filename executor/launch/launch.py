@@ -42,6 +42,7 @@ from .report import (
     background_figures,
     report_of_script,
 )
+from .restarts import Restarts, run_with_restarts
 from .start import cores
 from .tasks import PLAN, Keeping, Task, run_task
 from .worker import STDOUT_TO_STDERR
@@ -59,9 +60,11 @@ def launch(
     keeping: Keeping | None = None,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
+    restarts: Restarts | None = None,
 ) -> RunReport | None:
     """See ``api.launch``. None where this host has no rank 0, or where too few steps were made
-    under the plan to measure. ``say`` is told of the background job and of checkpoints."""
+    under the plan to measure. ``say`` is told of the background job, of checkpoints and of
+    restarts."""
     check_plan(plan, ranks.world_size)
     check_script(script)
     if keeping is not None and not script and plan.local_steps is not None:
@@ -69,7 +72,8 @@ def launch(
             "hosts train apart under this plan (local steps), and a checkpoint holds what all have "
             "alike: leave out --checkpoint, or plan without --allow-local-steps"
         )
-    run = partial(_run, plan, script, steps, keeping=keeping, say=say)
+    again = restarts or Restarts()
+    run = partial(_run, plan, script, steps, keeping=keeping, restarts=again, say=say)
     if background is None:
         report = run(ranks)
         at_end(report)
@@ -121,10 +125,12 @@ def _run(
     ranks: Ranks,
     *,
     keeping: Keeping | None,
+    restarts: Restarts,
     say: Callable[[str], None],
 ) -> RunReport | None:
-    """Runs a plan that was checked; what was measured."""
-    try:
+    """Runs a plan that was checked, again where it has lost a rank; what was measured."""
+
+    def attempt(ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
         if not script:
             task = Task(name="train", steps=steps, keeping=keeping)
             return run_task(task, ranks, RunReport, plan)
@@ -132,18 +138,23 @@ def _run(
             ranks = ranks.telling(
                 {FOLDER_VARIABLE: keeping.folder, EVERY_VARIABLE: str(keeping.every)}
             )
-        report = _launch_script(plan, script, ranks)
-        if keeping is not None and not steps_in(Path(keeping.folder)):
-            say(
-                f"no checkpoint is in {keeping.folder}: the script has to keep them, by "
-                "mw.checkpoint(None, model, optimizer) and its step() after each step"
-            )
-        return report
+        return _launch_script(plan, script, ranks)
+
+    try:
+        report = run_with_restarts(attempt, ranks, keeping, restarts, say)
     except MemoryRunError as error:
         raise with_a_plan_that_fits(error, plan) from None
+    if script and keeping is not None and not steps_in(Path(keeping.folder)):
+        say(
+            f"no checkpoint is in {keeping.folder}: the script has to keep them, by "
+            "mw.checkpoint(None, model, optimizer) and its step() after each step"
+        )
+    return report
 
 
-def keeping_for(folder: str | Path | None, every: int, *, resume: bool) -> Keeping | None:
+def keeping_for(
+    folder: str | Path | None, every: int, *, resume: bool, restarted: bool = False
+) -> Keeping | None:
     """How a run keeps checkpoints. Raises ``InputError`` for a folder that cannot be, and without
     ``resume`` for one that has some."""
     if folder is None:
@@ -158,7 +169,7 @@ def keeping_for(folder: str | Path | None, every: int, *, resume: bool) -> Keepi
             f"{folder} has checkpoints up to step {steps[0]}: name a new folder to begin anew, or "
             "go on from them (without --no-resume)"
         )
-    return Keeping(folder=str(path), every=every)
+    return Keeping(folder=str(path), every=every, restarted=restarted)
 
 
 def _launch_script(plan: Plan, script: Sequence[str], ranks: Ranks) -> RunReport | None:

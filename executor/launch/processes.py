@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -41,6 +42,8 @@ RENDEZVOUS_TIMEOUT_S = 300
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Ranks that are told to end and do not are killed after so many seconds.
 _SHUTDOWN_S = "5"
+# One that was killed before is noticed within a fraction of this.
+_SOON_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -238,19 +241,28 @@ def _time_limit(ranks: Ranks, folder: Path) -> Iterator[threading.Event]:
 def _failure(folder: Path, error: ChildFailedError) -> MeshwrightError:
     """What a rank has written of its failure, the earliest; else how its process ended."""
     written = [json.loads(p.read_bytes()) for p in folder.glob("failure-*.json")]
-    killed = [r for r, f in error.failures.items() if f.exitcode == -signal.SIGKILL]
+    # Not one that the engine has killed, as it did not end when a peer had failed (it was stopped).
+    by_engine = min((failed["time"] for failed in written), default=math.inf) + _SOON_S
+    killed = [
+        r
+        for r, f in error.failures.items()
+        if f.exitcode == -signal.SIGKILL and f.timestamp < by_engine
+    ]
     # One that was killed wrote nothing, and what its peers wrote is of what came of that. The
     # kernel kills so where memory has run out.
     if killed and not any(failed["memory"] for failed in written):
         lacking = MemoryRunError(
             f"rank {min(killed)} ended with SIGKILL (out of memory?); its own output says more"
         )
+        lacking.lost = True
         lacking.failed_at = 0.0  # before all that came of it, on other hosts too
         return lacking
     if not written:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        return RunError(f"rank {rank} ended with {how}; its own output says more")
+        ended = RunError(f"rank {rank} ended with {how}; its own output says more")
+        ended.lost = failure.exitcode < 0
+        return ended
     first = min(written, key=lambda failed: float(failed["time"]))
     raised = _error_of(first)
     raised.failed_at = float(first["time"])

@@ -42,10 +42,12 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class Keeping(Record, frozen=True, kw_only=True):
-    """The ``folder`` in which a training keeps checkpoints, one after ``every`` so many steps."""
+    """The ``folder`` in which a training keeps checkpoints, one after ``every`` so many steps.
+    ``restarted``: the launcher has started the ranks before, and they were lost."""
 
     folder: str
     every: Count
+    restarted: bool = False
 
 
 class Task(Record, frozen=True, kw_only=True):
@@ -180,7 +182,10 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport | No
         kept = checkpoint(
             task.keeping.folder, chosen.model, optimizer, scaler=scaler, every=task.keeping.every
         )
-        numbers = steps_left(kept, task.steps, rank_zero_note)
+        numbers = steps_left(kept, task.steps, rank_zero_note, restarted=task.keeping.restarted)
+        if not numbers:
+            kept.close()
+            return None
     with rank_zero_bar(f"training {plan.target}") as step:
         measured = run_range(
             chosen, plan, numbers, optimizer=optimizer, draw=draw, scaler=scaler, kept=kept,

@@ -189,10 +189,16 @@ def run_range(
     return _summary(run_of(model), plan, spent, peak, last.size)
 
 
-def steps_left(kept: Checkpoint, steps: int, say: Callable[[str], None]) -> range:
+def steps_left(
+    kept: Checkpoint, steps: int, say: Callable[[str], None], *, restarted: bool = False
+) -> range:
     """The numbers of those of ``steps`` in all that are still to be made, after it has gone on
-    from the latest checkpoint; ``say`` is told from which."""
+    from the latest checkpoint; ``say`` is told from which. That there are none is refused, unless
+    the launcher has ``restarted`` ranks that were lost after the last step."""
     found = kept.go_on()
+    if found.step >= steps and restarted:
+        say(f"the training had come to its end, step {found.step}, when its ranks were lost")
+        return range(0)
     if found.step >= steps:
         raise InputError(
             f"the training in {shown(kept.folder)} is at step {found.step} and --steps asks for "

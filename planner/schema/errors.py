@@ -12,6 +12,8 @@ class MeshwrightError(Exception):
     exit_code = 1
     failed_at: float | None = None
     """When a rank failed so, in seconds since 1970; None: not known, or not on a rank."""
+    lost = False
+    """Whether a process or a host has gone, rather than failed at what it does."""
 
 
 class InputError(MeshwrightError, ValueError):

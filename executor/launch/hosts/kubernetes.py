@@ -30,7 +30,8 @@ _JOB, _FILE = "hosts", "plan.json"
 @dataclass(frozen=True)
 class KubernetesJob:
     """``command`` in as many pods of ``image`` as it has hosts, in ``folder``, with
-    ``environment``; ``gpus`` is how many to ask for each pod. The plan travels with it."""
+    ``environment``; ``gpus`` is how many to ask for each pod. The plan travels with it. All pods
+    are made anew after one has failed, ``max_restarts`` times at most."""
 
     command: HostCommand
     plan: Plan
@@ -39,6 +40,7 @@ class KubernetesJob:
     name: str = "meshwright"
     environment: Mapping[str, str] = field(default_factory=dict)
     gpus: int | None = None
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         check_environment(self.environment)
@@ -93,7 +95,7 @@ class KubernetesJob:
                     "subdomain": self.name,
                     "publishNotReadyAddresses": True,
                 },
-                "failurePolicy": {"maxRestarts": 0},
+                "failurePolicy": {"maxRestarts": self.max_restarts},
                 "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": job}}],
             },
         }

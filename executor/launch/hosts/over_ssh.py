@@ -21,7 +21,15 @@ from ....planner.schema.text import size
 from ...comm.setups import check_versions, other_devices, software
 from ..background import Background
 from ..processes import check_plan
-from .protocol import HEARTBEAT_S, HostFailure, HostOrder, HostReady, Meeting, error_of
+from .protocol import (
+    HEARTBEAT_S,
+    HostFailure,
+    HostOrder,
+    HostReady,
+    Meeting,
+    SavedStep,
+    error_of,
+)
 from .remote import GRACE_S
 from .settings import Hosts
 from .ssh import KEPT_LINES, HostConnection, HostEvent, ssh_command, why_ended, why_not_there
@@ -46,6 +54,7 @@ class HostWork:
     checkpoint: str | None = None
     checkpoint_every: int = 50
     resume: bool = True
+    restarted: bool = False
 
     def order(self, number: int, hosts: Hosts) -> HostOrder:
         """Host ``number``'s part of it."""
@@ -63,6 +72,7 @@ class HostWork:
             checkpoint=self.checkpoint,
             checkpoint_every=self.checkpoint_every,
             resume=self.resume,
+            restarted=self.restarted,
         )
 
 
@@ -71,43 +81,55 @@ def launch_over_ssh(
     hosts: Hosts,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
+    stops: Callable[[int | None], bool] = lambda step: False,
 ) -> RunReport | None:
     """Runs ``work`` on ``hosts`` and returns the report of rank 0, which ``at_end`` gets as soon as
-    it is there; ``say`` gets remarks.
+    it is there; ``say`` gets remarks. ``stops`` is asked every few seconds, and with the step of
+    each checkpoint that is found, whether to end the run: by ``StoppedAtCheckpoint``.
 
     Every line of a host is printed with its name in front. Raises the error of the rank that failed
     first, or of the host that is not to be had. Signals are passed on, and what runs on the hosts
     ends with this call, also where this process is killed.
     """
     check_plan(work.plan, sum(work.per_host))
-    run = _SshRun(work, hosts, at_end, say)
-    with _signals_raised():
+    run = _SshRun(work, hosts, at_end, say, stops)
+    with signals_raised():
         try:
             return run.conduct()
         except KeyboardInterrupt:
             run.stop(signal.SIGINT)
             raise
-        except _StoppedBySignal as stopped:
+        except StoppedAtCheckpoint:
+            run.stop(signal.SIGTERM)
+            raise
+        except StoppedBySignal as stopped:
             run.stop(stopped.number)
             raise SystemExit(128 + stopped.number) from None
         finally:
             run.end()
 
 
-class _StoppedBySignal(BaseException):
+class StoppedAtCheckpoint(BaseException):
+    """The run was ended where ``stops`` said so."""
+
+
+class StoppedBySignal(BaseException):
+    """SIGTERM or SIGHUP came, which is ``number``."""
+
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
 @contextlib.contextmanager
-def _signals_raised() -> Iterator[None]:
+def signals_raised() -> Iterator[None]:
+    """Inside, the two are raised as ``StoppedBySignal``."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, _: object) -> NoReturn:
-        raise _StoppedBySignal(number)
+        raise StoppedBySignal(number)
 
     before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -126,8 +148,10 @@ class _SshRun:
         hosts: Hosts,
         at_end: Callable[[RunReport | None], None],
         say: Callable[[str], None],
+        stops: Callable[[int | None], bool],
     ) -> None:
         self._work, self._hosts, self._at_end, self._say = work, hosts, at_end, say
+        self._stops = stops
         self._labels = hosts.labels
         self._events: queue.Queue[HostEvent] = queue.Queue()
         self._connections: list[HostConnection] = []
@@ -234,7 +258,9 @@ class _SshRun:
         deadline: float | None = None
         told = False
         while self._running:
-            self._handle(self._next(0.5 if self._failures else HEARTBEAT_S))
+            event = self._next(0.5 if self._failures else HEARTBEAT_S)
+            self._handle(event)
+            self._ask_whether_to_stop(event)
             if self._failures and deadline is None:
                 deadline = time.monotonic() + _TO_TELL_S
             if deadline is None or time.monotonic() < deadline:
@@ -243,6 +269,15 @@ class _SshRun:
                 return
             self._tell_signal(signal.SIGTERM)
             told, deadline = True, time.monotonic() + _TO_END_S
+
+    def _ask_whether_to_stop(self, event: HostEvent | None) -> None:
+        """Raises ``StoppedAtCheckpoint`` where the run is to end."""
+        is_saved = event is not None and event.kind == "saved"
+        stops = self._stops(decode(SavedStep, event.data).step if event and is_saved else None)
+        # Not where the end has come, or a failure, by itself.
+        whole = len(self._running) == len(self._connections)
+        if stops and whole and self._report is None and not self._failures:
+            raise StoppedAtCheckpoint
 
     def _tell_signal(self, signal_number: int) -> None:
         self._explained.update(self._running)

@@ -5,7 +5,7 @@ To the host: a token and the launcher's version, a line each; then lines of a wo
 number. The end of them, or none for ``remote.SILENCE_S``, ends the host's ranks.
 
 From the host, among the lines that ranks print: the token, a word and JSON, as ``ready``, ``met``,
-``report`` and ``failed``.
+``saved`` (on host 0, of each checkpoint), ``report`` and ``failed``.
 """
 
 from ....planner.schema.errors import (
@@ -39,6 +39,7 @@ class HostOrder(Record, frozen=True, kw_only=True):
     checkpoint: str | None = None
     checkpoint_every: Count = 50
     resume: bool = True
+    restarted: bool = False
 
 
 class HostReady(Record, frozen=True, kw_only=True):
@@ -59,6 +60,12 @@ class Meeting(Record, frozen=True, kw_only=True):
     port: Index
 
 
+class SavedStep(Record, frozen=True, kw_only=True):
+    """The step of the latest checkpoint that is there, 0 for none."""
+
+    step: Index
+
+
 class HostFailure(Record, frozen=True, kw_only=True):
     """An error, to be raised again by the launcher."""
 
@@ -68,6 +75,7 @@ class HostFailure(Record, frozen=True, kw_only=True):
     details: tuple[str, ...] = ()
     limit_bytes: Bytes | None = None
     failed_at: float | None = None
+    lost: bool = False
 
 
 def failure_of(error: MeshwrightError) -> HostFailure:
@@ -79,6 +87,7 @@ def failure_of(error: MeshwrightError) -> HostFailure:
         details=lacking.details if lacking else (),
         limit_bytes=lacking.limit_bytes if lacking else None,
         failed_at=error.failed_at,
+        lost=error.lost,
     )
 
 
@@ -93,5 +102,5 @@ def error_of(failure: HostFailure, host: str) -> MeshwrightError:
             kind.exit_code: kind for kind in (InputError, InfeasibleError, RunError)
         }
         raised = kinds.get(failure.exit_code, RunError)(message)
-    raised.failed_at = failure.failed_at
+    raised.failed_at, raised.lost = failure.failed_at, failure.lost
     return raised

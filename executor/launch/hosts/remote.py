@@ -43,6 +43,7 @@ class LauncherLine:
         self._token = next(self._lines, b"")
         self.version = next(self._lines, b"").decode()
         self._told: queue.Queue[tuple[str, bytes]] = queue.Queue()
+        self._writes = threading.Lock()
 
     def listen(self) -> None:
         """From now on hears signals, and the end of the connection."""
@@ -58,8 +59,9 @@ class LauncherLine:
     def tell(self, word: str, record: Record) -> None:
         line = b"%s %s %s\n" % (self._token, word.encode(), msgspec.json.encode(record))
         sys.stdout.flush()
-        while line:
-            line = line[os.write(1, line) :]
+        with self._writes:
+            while line:
+                line = line[os.write(1, line) :]
 
     def _read(self) -> Iterator[bytes]:
         held = b""

@@ -5,8 +5,12 @@ Apart from ``remote``, which hears the launcher while this, and torch with it, i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
+import time
+from pathlib import Path
 
 import torch
 
@@ -14,15 +18,20 @@ from ....planner.schema.errors import InputError, MeshwrightError
 from ....planner.schema.plan import Plan
 from ....planner.schema.record import decode
 from ....planner.schema.report import RunReport
+from ...checkpoint.folder import steps_in
 from ...comm.setups import setup_here, software
 from ...headroom import free_bytes
 from ...notes import note
 from ..launch import check_script, differences, keeping_for, launch
 from ..processes import Ranks, check_plan
 from ..start import address_towards
+from ..tasks import Keeping
 from ..worker import STDOUT_TO_STDERR
-from .protocol import HostOrder, HostReady, Meeting, failure_of
+from .protocol import HostOrder, HostReady, Meeting, SavedStep, failure_of
 from .remote import LauncherLine
+
+# So often the folder of checkpoints is looked at.
+LOOK_S = 1.0
 
 
 def serve(line: LauncherLine) -> int:
@@ -72,8 +81,25 @@ def _run_order(line: LauncherLine) -> None:
         if report is not None:
             line.tell("report", report)
 
-    keeping = keeping_for(order.checkpoint, order.checkpoint_every, resume=order.resume)
+    keeping = keeping_for(
+        order.checkpoint, order.checkpoint_every, resume=order.resume, restarted=order.restarted
+    )
+    if keeping is not None and order.node_rank == 0:
+        threading.Thread(target=_tell_of_checkpoints, args=(line, keeping), daemon=True).start()
     launch(plan, order.script, order.steps, ranks, order.background, keeping, at_end, note)
+
+
+def _tell_of_checkpoints(line: LauncherLine, keeping: Keeping) -> None:
+    """Tells of the latest checkpoint, and of each that comes after it."""
+    # Looked for in the folder, as the launcher may be where that is not.
+    last: int | None = None
+    while True:
+        with contextlib.suppress(InputError):
+            step = next(iter(steps_in(Path(keeping.folder))), 0)
+            if step != last:
+                line.tell("saved", SavedStep(step=step))
+            last = step
+        time.sleep(LOOK_S)
 
 
 def _ready(plan: Plan, order: HostOrder) -> HostReady:

@@ -1,11 +1,13 @@
 """The hosts of a run, in the order of the plan's ranks, and how they are reached."""
 
+from __future__ import annotations
+
 import os
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ....planner.schema.errors import InputError
@@ -63,6 +65,18 @@ class Hosts:
         """What each host is called in what people read: without the user, where that is enough."""
         bare = [name.rpartition("@")[2] for name in self.names]
         return tuple(b if bare.count(b) == 1 else n for n, b in zip(self.names, bare, strict=True))
+
+    def only(self, numbers: Sequence[int]) -> Hosts:
+        """Those hosts alone, by their numbers. They meet at the same port, on the first of them."""
+        rendezvous = self.rendezvous
+        if rendezvous is not None and tuple(numbers)[:1] != (0,):
+            rendezvous = f":{rendezvous.rpartition(':')[2]}"
+        return replace(
+            self,
+            names=tuple(self.names[number] for number in numbers),
+            slots=tuple(self.slots[number] for number in numbers) if self.slots else (),
+            rendezvous=rendezvous,
+        )
 
     @property
     def command(self) -> tuple[str, ...]:

@@ -33,12 +33,12 @@ NOT_FOUND = 127
 KEPT_LINES = 20
 
 
-def ssh_command(name: str, hosts: Hosts) -> list[str]:
-    """The command that starts a host's part of a run."""
+def ssh_command(name: str, hosts: Hosts, line: str | None = None) -> list[str]:
+    """The command that starts a host's part of a run, or another ``line`` for its shell."""
     options = [part for option in (*hosts.ssh_options, *OPTIONS) for part in ("-o", option)]
     # Of each option ssh takes the first that it reads.
     config = ["-F", hosts.ssh_config] if hosts.ssh_config else []
-    return ["ssh", *config, *options, "--", name, remote_line(hosts)]
+    return ["ssh", *config, *options, "--", name, line or remote_line(hosts)]
 
 
 def remote_line(hosts: Hosts) -> str:
@@ -78,10 +78,7 @@ class HostConnection:
                 start_new_session=True,
             )
         except FileNotFoundError:
-            raise InputError(
-                "there is no ssh on this machine: install OpenSSH's client, or start "
-                "'meshwright launch' on each host with --nnodes, --node-rank and --rendezvous"
-            ) from None
+            raise missing_ssh() from None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -137,6 +134,14 @@ class HostConnection:
         self._events.put(HostEvent(self.number, "ended", b"", code))
 
 
+def missing_ssh() -> InputError:
+    """What to do where this machine has no ssh."""
+    return InputError(
+        "there is no ssh on this machine: install OpenSSH's client, or start "
+        "'meshwright launch' on each host with --nnodes, --node-rank and --rendezvous"
+    )
+
+
 def why_not_there(host: str, code: int, lines: Sequence[str], hosts: Hosts) -> MeshwrightError:
     """Why a host that has not told of itself is not to be had, from what ssh and it have said."""
     said = "\n".join(lines)
@@ -169,13 +174,17 @@ def why_not_there(host: str, code: int, lines: Sequence[str], hosts: Hosts) -> M
             return InputError(f"host {host}: {sentence}")
     if code == SSH_FAILED and any(words in last for words in _OWN_WORDS):
         return InputError(f"ssh was told what it does not take ({last}): correct its options here")
+    ended: MeshwrightError = RunError(f"host {host} ended before it began: {last}")
     if code == SSH_FAILED:
-        return InputError(f"host {host} cannot be reached: {last}; see whether ssh {host} works")
-    return RunError(f"host {host} ended before it began: {last}")
+        ended = InputError(f"host {host} cannot be reached: {last}; see whether ssh {host} works")
+    ended.lost = code == SSH_FAILED or code < 0
+    return ended
 
 
 # Of its command line and its configuration ssh says so, before it looks for a host.
 _OWN_WORDS = ("command-line", "config file", "configuration option")
+# How ssh begins what it says of a connection that has ended.
+_LOST_WORDS = ("Connection", "Timeout", "Read from remote host", "client_loop")
 _INSTALL = (
     "install the same on all hosts, or say what starts the right Python there (--remote-python)"
 )
@@ -188,6 +197,10 @@ def _line_with(words: str, lines: Sequence[str]) -> str:
 def why_ended(host: str, code: int, lines: Sequence[str]) -> RunError:
     """Why a host that had begun ended without a word."""
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    ended = RunError(f"host {host} ended with exit code {code}; its own output says more")
     if code == SSH_FAILED or code < 0:
-        return RunError(f"the connection to host {host} was lost{f': {last}' if last else ''}")
-    return RunError(f"host {host} ended with exit code {code}; its own output says more")
+        # What a rank printed last says nothing of the connection.
+        why = f": {last}" if last.startswith(_LOST_WORDS) else ""
+        ended = RunError(f"the connection to host {host} was lost{why}")
+    ended.lost = True  # what fails at its work says so
+    return ended

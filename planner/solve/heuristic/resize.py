@@ -1,5 +1,6 @@
 """The same kind of cluster with more or fewer ranks: nodes like its first, or part of one node."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -43,6 +44,21 @@ def resized(cluster: Cluster, ranks: int) -> Cluster:
     # Bandwidths measured pair by pair say nothing of ranks that are not there.
     return msgspec.structs.replace(
         cluster, name=f"{cluster.name} as {ranks} ranks", nodes=nodes, pair_bytes_per_s=()
+    )
+
+
+def cluster_of_nodes(cluster: Cluster, kept: Sequence[int]) -> Cluster:
+    """The cluster with those of its nodes alone, by their numbers and in that order."""
+    if list(kept) == list(range(len(cluster.nodes))):
+        return cluster
+    nodes = tuple(cluster.nodes[number] for number in kept)
+    ranks = [r for number in kept for r, node in enumerate(cluster.node_of_rank) if node == number]
+    rates = cluster.pair_bytes_per_s
+    return msgspec.structs.replace(
+        cluster,
+        name=f"{cluster.name}, {len(nodes)} of its {len(cluster.nodes)} nodes",
+        nodes=nodes,
+        pair_bytes_per_s=tuple(tuple(rates[a][b] for b in ranks) for a in ranks) if rates else (),
     )
 
 

@@ -50,6 +50,18 @@ def plan_file(tmp_path):
         ("--slurm gone/job --nnodes 2", "cannot write gone/job: there is no folder"),
         ("--slurm job --nnodes 2 --slurm-option a;b", "--slurm-option 'a;b' cannot stand"),
         ("--kubernetes j --nnodes 2 --image i --job-name A", "'A' is no name for Kubernetes"),
+        ("--max-restarts 1", "none are kept: add --checkpoint FOLDER"),
+        ("--min-nodes 1 --checkpoint c", "--min-nodes says nothing without --hosts or --hostfile"),
+        ("--hosts a,b --min-nodes 1", "none are kept: add --checkpoint FOLDER"),
+        ("--hosts a,b --min-nodes 3 --checkpoint c", "--min-nodes 3 is more than the 2 hosts of"),
+        ("--hosts a,b --profile p", "are for planning again with fewer hosts: add --min-nodes"),
+        (
+            "--nnodes 2 --rendezvous a:1 --max-restarts 1 --checkpoint c",
+            "with --nnodes there is one on each host: use --hosts",
+        ),
+        ("--slurm f --max-restarts 1 --checkpoint c", "with --slurm-option requeue"),
+        ("--kubernetes f --image i --max-restarts 1", "none are kept: add --checkpoint FOLDER"),
+        ("--max-restarts -1 --checkpoint c", "--max-restarts -1 cannot be: give at least 0"),
     ],
 )
 def test_what_is_refused(meshwright, plan_file, given, words):
@@ -102,11 +114,12 @@ def test_a_job_of_slurm_is_written_and_submitted(meshwright, plan_file, tmp_path
 
 def test_a_manifest_is_written(meshwright, plan_file, tmp_path):
     given = ("--nnodes", 4, "--kubernetes", "j.json", "--image", "i:1", "--gpus", 2)
-    kept = ("--checkpoint", "/kept", "--no-resume")
+    kept = ("--checkpoint", "/kept", "--no-resume", "--max-restarts", 2)
     done = meshwright("launch", plan_file, *given, *kept, "--folder", "/w", "t.py")
     assert done.err == "note: pods keep checkpoints in /kept: mount a volume there that all share\n"
     assert done.out == "written to j.json; start it with: kubectl create -f j.json\n"
     _, job_set = json.loads((tmp_path / "j.json").read_text())["items"]
+    assert job_set["spec"]["failurePolicy"] == {"maxRestarts": 2}
     pod = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     # The path of this machine's Python says nothing of an image.

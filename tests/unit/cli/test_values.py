@@ -79,6 +79,8 @@ WRONG = {
     ("launch", "--background-limit"): ("abc", "1", "0", "-1"),
     ("plan", "--background-limit"): ("abc", "1", "0", "-1"),
     ("launch", "--checkpoint-every"): WHOLE,
+    ("launch", "--min-nodes"): WHOLE,
+    ("launch", "--max-restarts"): ("abc", "0.5", "-1"),
     ("launch", "--background-memory"): SIZE,
     ("launch", "--background-grace"): FROM_0,
 }

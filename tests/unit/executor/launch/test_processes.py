@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
+from types import SimpleNamespace
 
 import pytest
 from meshwright import InputError, RunError
@@ -73,3 +76,22 @@ def test_ranks_of_several_hosts_are_told_the_interface(monkeypatch, nodes, own, 
 def test_more_hosts_than_ranks_are_refused():
     with pytest.raises(InputError, match="has 2 ranks and 3 hosts were named: use 2 of them"):
         ranks_of_hosts(plan_for_hosts(2), None, 3)
+
+
+@pytest.mark.parametrize(
+    ("killed_at", "words", "lost"),
+    [(99, "rank 1 ended with SIGKILL", True), (105, "rank 1 is not heard of", False)],
+)
+def test_a_rank_that_was_killed_after_a_peer_had_failed_is_not_the_cause(
+    tmp_path, killed_at, words, lost
+):
+    """It stood still, and the engine killed it in the end."""
+    written = {
+        "rank": 0, "time": 100.4, "kind": "RunError", "message": "rank 1 is not heard of",
+        "exit_code": 1, "expected": True, "memory": None,
+    }  # fmt: skip
+    (tmp_path / "failure-0.json").write_text(json.dumps(written))
+    ended = SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=killed_at)
+    found = processes._failure(tmp_path, SimpleNamespace(failures={1: ended}))  # type: ignore[arg-type]
+    assert str(found).startswith(words)
+    assert found.lost is lost

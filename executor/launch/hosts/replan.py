@@ -1,0 +1,111 @@
+"""Plans for those hosts of a run that are left: for the same goal, from what its plan was made
+from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ....planner.schema import cache
+from ....planner.schema.cluster import Cluster
+from ....planner.schema.errors import InfeasibleError, InputError
+from ....planner.schema.pins import EARLY_RELEASE
+from ....planner.schema.plan import Plan, UnitPlan
+from ....planner.schema.profile import ModelProfile
+from ....planner.schema.text import seconds
+from ....planner.solve.heuristic.resize import cluster_of_nodes
+from ....planner.solve.request import made_from, problem_for
+from ....planner.solve.solver import expand_pins, solve
+from ...capability import CAPABILITY
+from ..restarts import Restarts
+
+# Ranks wait for the new plan, so the search has less time than one that was asked for.
+SEARCH_S = 20.0
+# So many units are named in the sentence on what changed.
+_NAMED = 2
+
+
+@dataclass(frozen=True)
+class Replanner:
+    """Makes plans for some of the hosts that ``plan`` was made for."""
+
+    plan: Plan
+    profile: ModelProfile
+    cluster: Cluster
+    _made: dict[tuple[int, ...], Plan] = field(default_factory=dict)
+
+    @classmethod
+    def for_run(cls, plan: Plan, per_host: Sequence[int], restarts: Restarts) -> Replanner:
+        """What the plan was made from, found or given. Raises ``InputError`` where it is not here,
+        and where its cluster has other hosts than the run, with ``per_host`` ranks on each."""
+        profile, cluster = made_from(plan, restarts.profile, restarts.cluster)
+        nodes = [len(node.devices) for node in cluster.nodes]
+        if nodes != list(per_host):
+            raise InputError(
+                f"the plan is for nodes of {_listed(nodes)} devices and the hosts have "
+                f"{_listed(per_host)} ranks, so it is not known which of its devices go with a "
+                "host: plan for a cluster of these hosts, or leave --min-nodes out"
+            )
+        return cls(plan, profile, cluster)
+
+    def plan_for(self, numbers: Sequence[int]) -> Plan:
+        """A plan for the hosts of those numbers, the same whenever it is asked for; the run's own
+        for all of them. Raises ``InfeasibleError`` where none fits."""
+        if len(numbers) == len(self.cluster.nodes):
+            return self.plan
+        key = tuple(numbers)
+        if key not in self._made:
+            self._made[key] = self._solved(key)
+        return self._made[key]
+
+    def _solved(self, numbers: tuple[int, ...]) -> Plan:
+        there = cluster_of_nodes(self.cluster, numbers)
+        # A plan does not tell which policies it was forbidden. Not every loop bears one whose
+        # parameters are updated in backward, so a run that had none is not given it.
+        early = any(unit.early_release for unit in self.plan.units)
+        problem = problem_for(
+            self.profile, there, self.plan.goal, CAPABILITY, bursts=self.plan.leaves_idle,
+            forbidden=() if early else (EARLY_RELEASE,), schedule=self.plan.schedule,
+        )  # fmt: skip
+        found = solve(expand_pins(problem), "auto", SEARCH_S)
+        if found.plan is None:
+            why = found.infeasible.sentence if found.infeasible else found.reason
+            raise InfeasibleError(why)
+        # ``explain`` finds it by the fingerprint that the plan has.
+        cache.put(there)
+        cache.put(self.profile)
+        return found.plan
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))
+
+
+def what_changed(before: Plan, after: Plan) -> str:
+    """What another plan for the same goal has otherwise, in the words after "planned again"."""
+    step = f"{seconds(after.prediction.step_s)} a step"
+    was = f"{seconds(before.prediction.step_s)} on {_ranks(before)}"
+    old = {unit.name: unit for unit in before.units}
+    changed = [
+        f"{unit.name} {_decided(unit)} instead of {_decided(old[unit.name])}"
+        for unit in after.units
+        if unit.name in old and _decided(unit) != _decided(old[unit.name])
+    ]
+    more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+    units = f"{', '.join(changed[:_NAMED])}{more}" if changed else "all units decided as before"
+    return f"for {_ranks(after)}, predicted {step} (before {was}); {units}"
+
+
+def _ranks(plan: Plan) -> str:
+    return "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+
+
+def _decided(unit: UnitPlan) -> str:
+    """A unit's decision in a few words: how many divide it, not how many groups do so."""
+    words = f"{unit.style} over {unit.layout.degree}" if unit.layout.degree > 1 else "undivided"
+    extras = [
+        word
+        for word, plain in ((unit.memory, "keep"), (unit.exchange, "dense"), (unit.wire, "exact"))
+        if word != plain
+    ]
+    return " ".join([words, *extras])

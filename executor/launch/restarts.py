@@ -1,0 +1,168 @@
+"""Starting a run again that has lost a rank or a host: whether, how often, and in which words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from ...planner.schema.cluster import Cluster
+from ...planner.schema.errors import InputError, MemoryRunError, MeshwrightError, RunError
+from ...planner.schema.profile import ModelProfile
+
+if TYPE_CHECKING:  # the command line reads its options without torch
+    from .processes import Ranks
+    from .tasks import Keeping
+
+Made = TypeVar("Made")
+DEFAULT_RESTARTS = 3
+"""What the command line allows where hosts may be lost."""
+
+# [Note: What starts ranks again]
+# Each attempt is one group of workers of torchrun's agent, which starts them, watches them and ends
+# the others when one is lost. That it is started again is decided here and not by the agent
+# (``max_restarts`` of its configuration), since
+# - the agent repeats every failure, also one that is sure to come again (a script that does not
+#   take its arguments, a plan that does not fit into memory), each after the seconds of a start;
+# - on other hosts than before the ranks need another plan, which is made before they start;
+# - the rendezvous by which agents of several hosts agree on who is there (c10d) numbers hosts as
+#   they come, and a plan places ranks by the order of hosts; its store ends with the host that
+#   keeps it, so that no run would outlive that host, while a launcher over ssh is on none of them.
+# A script under plain torchrun has all of the agent's own (``--nnodes 1:2 --max-restarts 3``):
+# ``auto_parallelize`` plans anew for the ranks that it finds, and ``mw.checkpoint`` goes on.
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """A run is started again after it has lost a rank or a host, at most ``most`` times.
+
+    Over ssh it waits for its hosts to answer again. With ``min_nodes`` it goes on with as few as so
+    many of them, and with more again when they are back, each time under a new plan for the same
+    goal, made from the ``profile`` and the ``cluster`` of the plan (default: found by their
+    fingerprints). Raises ``InputError``.
+    """
+
+    most: int = 0
+    min_nodes: int | None = None
+    profile: ModelProfile | None = None
+    cluster: Cluster | None = None
+
+    def __post_init__(self) -> None:
+        if self.most < 0:
+            raise InputError(
+                f"{self.most} restarts (--max-restarts) cannot be: give 0 for none, or how many"
+            )
+        if self.min_nodes is not None and self.min_nodes < 1:
+            raise InputError(f"--min-nodes {self.min_nodes} would leave no host: give at least 1")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is asked for."""
+        return self.most > 0 or self.min_nodes is not None
+
+    def check(self, checkpoint: str | Path | None, hosts: int, launchers: int) -> None:
+        """Raises ``InputError`` for a run that cannot be started again: one without checkpoints,
+        and one with a launcher on each of several hosts. ``hosts`` are those over ssh, 0 for
+        none."""
+        if not self.wanted:
+            return
+        if checkpoint is None:
+            raise InputError(
+                "what is started again goes on from checkpoints, and none are kept: add "
+                "--checkpoint FOLDER, or leave --max-restarts and --min-nodes out"
+            )
+        if launchers > 1:
+            raise InputError(
+                "--max-restarts is for ranks that one launcher starts, and with --nnodes there is "
+                "one on each host: use --hosts, or let what starts the launchers do it (Slurm: "
+                "--slurm-option requeue)"
+            )
+        if self.min_nodes is not None and self.min_nodes > max(hosts, 0):
+            raise InputError(
+                f"--min-nodes {self.min_nodes} is more than the {hosts} hosts of --hosts: name as "
+                "many, or ask for fewer"
+            )
+
+
+class RestartCount:
+    """How often a run has been started again, and whether it is once more."""
+
+    def __init__(self, most: int, timeout_s: float | None = None) -> None:
+        self._most, self._made = most, 0
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._last: tuple[str, int | None] | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        """What is left of the run's time limit, where it has one."""
+        if self._deadline is None:
+            return None
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def after(self, error: MeshwrightError, step: int | None) -> str:
+        """Says that the run is started again after ``error``, with the checkpoint of ``step`` as
+        its latest (0: there is none; None: not known). Raises the error where it is not."""
+        # What was wrong before anything ran, or does not fit into memory, is so the next time.
+        repeats = not error.lost and (
+            not isinstance(error, RunError) or isinstance(error, MemoryRunError)
+        )
+        late = self._deadline is not None and time.monotonic() >= self._deadline
+        if not self._most or repeats or late:
+            raise error
+        sentence = error.sentence if isinstance(error, MemoryRunError) else str(error)
+        if not error.lost and self._last == (sentence, step):
+            raise _with_more(
+                error, "and so it was after a restart from the same step: it is not started again"
+            )
+        if self._made == self._most:
+            raise _with_more(
+                error,
+                f"it has been started again {_times(self._most)}, as often as --max-restarts "
+                "allows: the same command goes on from the latest whole checkpoint",
+            )
+        self._made += 1
+        self._last = sentence, step
+        anew = "; there is no checkpoint yet, so it begins anew" if step == 0 else ""
+        return f"{sentence}; started again (restart {self._made} of {self._most}){anew}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _with_more(error: MeshwrightError, more: str) -> MeshwrightError:
+    """The error with more behind its sentence."""
+    found: MeshwrightError
+    if isinstance(error, MemoryRunError):
+        found = MemoryRunError(f"{error.sentence}; {more}", error.details, error.limit_bytes)
+    else:
+        found = type(error)(f"{error}; {more}")
+    found.lost, found.failed_at = error.lost, error.failed_at
+    return found
+
+
+def run_with_restarts(
+    attempt: Callable[[Ranks, Keeping | None], Made],
+    ranks: Ranks,
+    keeping: Keeping | None,
+    restarts: Restarts,
+    say: Callable[[str], None],
+) -> Made:
+    """``attempt(ranks, keeping)``, again where it has lost one of this host's ranks; ``say`` is
+    told why. Raises the error of the last."""
+    from ..checkpoint.folder import steps_in
+
+    count = RestartCount(restarts.most, ranks.timeout_s)
+    while True:
+        try:
+            return attempt(ranks, keeping)
+        except MeshwrightError as error:
+            step = next(iter(steps_in(Path(keeping.folder))), 0) if keeping is not None else None
+            say(count.after(error, step))
+        ranks = replace(ranks, timeout_s=count.left_s)
+        if keeping is not None:
+            keeping = msgspec.structs.replace(keeping, restarted=True)

@@ -1,0 +1,278 @@
+"""A run over ssh that loses hosts and gets them back: a program in the place of ``ssh`` plays
+them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from meshwright import Hosts, InfeasibleError, InputError, Restarts, RunError
+from meshwright.executor.launch.hosts import elastic, reach
+from meshwright.executor.launch.hosts.elastic import launch_elastic
+from meshwright.executor.launch.hosts.over_ssh import HostWork
+from meshwright.executor.launch.hosts.replan import Replanner, what_changed
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.record import decode, load
+from meshwright.planner.solve.heuristic.resize import cluster_of_nodes
+from meshwright.profiler.estimate import load_table
+
+from tests.processes import alive, wait_until
+from tests.ssh import behave_as_host, cluster_of_hosts, plan_for_hosts, put_ssh
+
+PLAN = plan_for_hosts(3)
+PROFILE, CLUSTER = load_table("vgg16"), cluster_of_hosts(3)
+# Asked whether they answer, hosts say so, unless a file tells that they are away. Attempts are
+# counted, and each writes the plan that it was given.
+ANSWERS = """
+if (here / f"away-{name}").exists():
+    print("ssh: connect to host x port 22: Connection refused", file=sys.stderr)
+    sys.exit(255)
+if command == "exec true":
+    sys.exit(0)
+"""
+COUNTED = """
+begin()
+attempt = len(list(here.glob(f"plan-{name}-*")))
+(here / f"plan-{name}-{attempt}").write_text(order["plan"])
+(here / f"order-{name}-{attempt}").write_text(json.dumps(order))
+"""
+UNTIL_SIGNAL = "hear('signal')\nsys.exit(143)\n"
+REPORT = (
+    "tell('report', target='vgg16', world_size=2, steps=3, predicted={'step_s': 1.0}, "
+    "measured={'step_s': 1.0}, data_parallel={'step_s': 1.0})\n"
+)
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = put_ssh(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh._TO_TELL_S", 0.2)
+    monkeypatch.setattr(elastic, "RETURN_S", 1.0)
+    monkeypatch.setattr(elastic, "_ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(reach, "LOOK_S", 0.1)
+    return folder
+
+
+def play(ssh: Path, **hosts: str) -> None:
+    """What each host does in an attempt, once it has begun."""
+    for name, code in hosts.items():
+        behave_as_host(ssh, name, f"{COUNTED}{code}")
+        path = ssh / name
+        path.write_text(ANSWERS + path.read_text())
+
+
+def away(ssh: Path, host: str) -> str:
+    """What a host does that goes away for good, in the middle of an attempt."""
+    return f"Path({str(ssh)!r}, 'away-{host}').touch()\nsys.exit(255)\n"
+
+
+def launched(ssh: Path, most: int = 3, min_nodes: int | None = 1, **more):
+    """What is returned, and what is said."""
+    said: list[str] = []
+    work = HostWork(
+        plan=PLAN, script=more.pop("script", ("train.py",)), steps=30, per_host=(1, 1, 1),
+        checkpoint="kept", resume=False,
+    )  # fmt: skip
+    restarts = Restarts(most, min_nodes, more.pop("profile", PROFILE), CLUSTER)
+    hosts = Hosts(("a", "b", "c"), folder=str(ssh.parent), **more)
+    try:
+        report = launch_elastic(work, hosts, restarts, say=said.append)
+    finally:
+        assert not alive(ssh)
+    return report, [text for text in said if text]
+
+
+def plans(ssh: Path, host: str) -> list[Plan]:
+    paths = sorted(ssh.glob(f"plan-{host}-*"), key=lambda path: int(path.name.split("-")[2]))
+    return [decode(Plan, path.read_bytes()) for path in paths]
+
+
+def test_hosts_that_are_left_go_on_under_another_plan(ssh):
+    first = "if attempt == 0: " + UNTIL_SIGNAL.replace("\n", "; ", 1)
+    play(ssh, a=f"{first}{REPORT}", b=first, c=away(ssh, "c"))
+    report, said = launched(ssh)
+    assert report is not None
+    assert [plan.world_size for plan in plans(ssh, "a")] == [3, 2]
+    assert plans(ssh, "a")[0] == PLAN
+    made = plans(ssh, "b")[1]
+    assert made.goal == PLAN.goal
+    assert said[0] == "the connection to host c was lost; started again (restart 1 of 3)"
+    where = ssh.parent / "kept-plan-of-2-hosts.json"
+    assert said[1].startswith("planned again for 2 of 3 hosts: for 2 ranks, predicted ")
+    assert said[1].endswith(f"; written to {where}")
+    assert "\n" not in said[1]
+    assert load(Plan, where) == made
+    orders = [json.loads((ssh / f"order-b-{i}").read_text()) for i in range(2)]
+    assert [(o["resume"], o["restarted"], o["per_host"]) for o in orders] == [
+        (False, False, [1, 1, 1]), (True, True, [1, 1]),
+    ]  # fmt: skip
+
+
+def test_the_host_of_rank_0_may_be_the_one_that_is_lost(ssh):
+    first = "if attempt == 0: " + UNTIL_SIGNAL.replace("\n", "; ", 1)
+    play(ssh, a=away(ssh, "a"), b=f"{first}{REPORT}", c=first)
+    report, _ = launched(ssh, rendezvous="10.9.9.9:4711")
+    assert report is not None
+    order = json.loads((ssh / "order-b-1").read_text())
+    assert (order["node_rank"], order["per_host"]) == (0, [1, 1])
+
+
+def test_a_host_that_is_back_takes_part_from_the_next_checkpoint_on(ssh):
+    """It is away at first. A checkpoint that was there before does not stop the run."""
+    (ssh / "away-c").touch()
+    back = f"Path({str(ssh)!r}, 'away-c').unlink(missing_ok=True)\ntime.sleep(0.6)\n"
+    saved = "tell('saved', step=5)\n"
+    stopped = f"{saved}{back}tell('saved', step=10)\n{UNTIL_SIGNAL}"
+    first = "if attempt == 0:\n" + "".join(f"    {line}\n" for line in stopped.splitlines())
+    play(ssh, a=f"{first}{REPORT}", b="if attempt == 0: hear()\n", c="")
+    report, said = launched(ssh, most=0)
+    assert report is not None
+    assert [plan.world_size for plan in plans(ssh, "a")] == [2, 3]
+    assert plans(ssh, "a")[1] == PLAN
+    assert said[0].startswith("host c cannot be reached: ssh: connect to host x port 22: Connectio")
+    assert said[0].endswith("; begins without it")
+    assert said[2] == (
+        "host c answers again: stopped at the checkpoint of step 10, to go on with more hosts"
+    )
+    assert said[3].startswith("planned again for 3 of 3 hosts: for 3 ranks")
+    assert len(said) == 4
+
+
+def test_at_its_last_checkpoint_a_run_is_not_stopped_for_more_hosts(ssh):
+    (ssh / "away-c").touch()
+    back = f"Path({str(ssh)!r}, 'away-c').unlink()\ntime.sleep(0.6)\n"
+    saved = f"tell('saved', step=5)\n{back}tell('saved', step=30)\ntime.sleep(0.4)\n"
+    play(ssh, a=f"{saved}{REPORT}", b="", c="")
+    report, said = launched(ssh, script=())
+    assert report is not None
+    assert not any("answers again" in text for text in said)
+
+
+def test_a_host_that_came_back_without_what_it_needs_ends_nothing(ssh):
+    (ssh / "away-c").touch()
+    back = f"Path({str(ssh)!r}, 'away-c').unlink(missing_ok=True)\ntime.sleep(0.6)\n"
+    stopped = f"tell('saved', step=5)\n{back}tell('saved', step=10)\n{UNTIL_SIGNAL}"
+    first = "if attempt == 0:\n" + "".join(f"    {line}\n" for line in stopped.splitlines())
+    play(ssh, a=f"{first}{REPORT}", b="if attempt == 0: hear()\n", c="")
+    path = ssh / "c"
+    refuses = "tell('failed', message='the working folder cannot be entered', exit_code=2)\n"
+    path.write_text(path.read_text().replace("\nbegin()\n", f"\n{refuses}sys.exit(2)\n"))
+    report, said = launched(ssh)
+    assert report is not None
+    assert "on c: the working folder cannot be entered; goes on without host c" in said
+    assert [plan.world_size for plan in plans(ssh, "a")][-1] == 2
+
+
+def test_a_rank_that_was_lost_alone_leaves_the_plan_as_it_is(ssh):
+    failed = "tell('failed', message='rank 1 ended with SIGKILL', exit_code=1, lost=True)\n"
+    first = "if attempt == 0: " + UNTIL_SIGNAL.replace("\n", "; ", 1)
+    play(ssh, a=f"{first}{REPORT}", b=f"if attempt == 0: {failed.strip()}; sys.exit(1)\n", c=first)
+    _, said = launched(ssh, min_nodes=None)
+    assert said == ["on b: rank 1 ended with SIGKILL; started again (restart 1 of 3)"]
+    assert plans(ssh, "c") == [PLAN, PLAN]
+
+
+def test_too_few_hosts_are_a_sentence(ssh):
+    for host in "bc":
+        (ssh / f"away-{host}").touch()
+    play(ssh, a="", b="", c="")
+    with pytest.raises(InputError, match="1 of 3 hosts answer, and --min-nodes asks for 2") as told:
+        launched(ssh, min_nodes=2)
+    assert "(host b cannot be reached: " in str(told.value)
+    assert not plans(ssh, "a")
+
+
+@pytest.mark.parametrize(
+    ("min_nodes", "words"),
+    [
+        (3, "2 of 3 hosts answer, and the plan needs all of them .*: with --min-nodes N it would"),
+        (None, "2 of 3 hosts answer, and the plan needs all of them"),
+    ],
+)
+def test_hosts_that_do_not_come_back_are_a_sentence(ssh, min_nodes, words):
+    play(ssh, a=UNTIL_SIGNAL, b=UNTIL_SIGNAL, c=away(ssh, "c"))
+    with pytest.raises(RunError, match=words) as told:
+        launched(ssh, min_nodes=min_nodes)
+    assert "goes on from the latest whole checkpoint in kept" in str(told.value)
+
+
+def test_no_plan_that_fits_on_what_is_left_is_a_sentence(ssh, monkeypatch):
+    monkeypatch.setattr("tests.unit.executor.launch.test_elastic.CLUSTER", cluster_of_hosts(3, 1))
+    play(ssh, a=UNTIL_SIGNAL, b=UNTIL_SIGNAL, c=away(ssh, "c"))
+    with pytest.raises(InfeasibleError) as told:
+        launched(ssh)
+    said = str(told.value)
+    assert said.startswith("2 of 3 hosts are left (host a, host b) and no plan fits there: ")
+    assert said.endswith("the same command goes on from the latest whole checkpoint in kept")
+
+
+def test_a_run_without_what_its_plan_was_made_from_is_refused_before_it_begins(ssh):
+    play(ssh, a="", b="", c="")
+    with pytest.raises(InputError, match="name its file with --profile"):
+        launched(ssh, profile=None)
+    with pytest.raises(InputError, match="nodes of 1, 1, 1 devices and the hosts have 2, 1 ranks"):
+        Replanner.for_run(PLAN, (2, 1), Restarts(1, 1, PROFILE, CLUSTER))
+    assert not (ssh / "asked").exists()
+
+
+def test_it_can_be_stopped_between_two_attempts(ssh, monkeypatch):
+    monkeypatch.setattr(elastic, "RETURN_S", 60.0)
+    play(ssh, a=UNTIL_SIGNAL, b=UNTIL_SIGNAL, c=away(ssh, "c"))
+    asks = lambda: (ssh / "asked").exists() and (ssh / "asked").read_text().count("true") > 4  # noqa: E731
+
+    def when_it_waits() -> None:
+        wait_until(asks)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=when_it_waits)
+    thread.start()
+    with pytest.raises(SystemExit) as ended:
+        launched(ssh, min_nodes=None)
+    thread.join()
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+# -- plans for those that are left -----------------------------------------------------------------
+
+
+def test_a_cluster_of_some_nodes_keeps_their_links():
+    rates = ((0.0, 1.0, 2.0), (3.0, 0.0, 4.0), (5.0, 6.0, 0.0))
+    whole = msgspec.structs.replace(CLUSTER, pair_bytes_per_s=rates)
+    left = cluster_of_nodes(whole, (0, 2))
+    assert [node.name for node in left.nodes] == ["host0", "host2"]
+    assert left.pair_bytes_per_s == ((0.0, 2.0), (5.0, 0.0))
+    assert left.levels == whole.levels
+    assert cluster_of_nodes(whole, (0, 1, 2)) is whole
+
+
+def test_the_goal_and_the_schedule_stay():
+    replanner = Replanner(PLAN, PROFILE, CLUSTER)
+    made = replanner.plan_for((0, 2))
+    assert (made.world_size, made.goal, made.schedule) == (2, PLAN.goal, PLAN.schedule)
+    assert replanner.plan_for((0, 1, 2)) is PLAN
+    assert replanner.plan_for((0, 2)) is made
+    assert replanner.plan_for((1,)).world_size == 1
+    assert not any(unit.early_release for unit in made.units)
+
+
+def test_what_another_plan_decides_is_one_line():
+    unit = PLAN.units[0]
+    other = msgspec.structs.replace(
+        unit, layout=Layout(groups=1, degree=2), style="column", memory="recompute"
+    )
+    after = msgspec.structs.replace(PLAN, units=(other, *PLAN.units[1:]))
+    told = what_changed(PLAN, after)
+    assert told.endswith(f"; {unit.name} column over 2 recompute instead of undivided")
+    same = what_changed(PLAN, PLAN)
+    assert same.startswith("for 3 ranks, predicted ")
+    assert same.endswith("; all units decided as before")
+    assert PLAN.goal == Goal(batch=32)
