@@ -38,7 +38,7 @@ help:
 	@echo "make bench-sharded     sharded against dense exchange and FSDP2, on a test bed (needs root)"
 	@echo "make bench-exchange    priority exchange, DDP, FSDP2 and the bound, on a test bed (needs root)"
 	@echo "make bench-checkpoint  what a checkpoint every 50 steps costs"
-	@echo "make bench-unequal     plans for hosts of unequal links, on a test bed (needs root)"
+	@echo "make bench-unequal     plans for hosts of unequal links and speed, on a test bed (needs root)"
 	@echo "make bench-burst       bursts with background jobs: 1,024 simulated devices, and a test bed (needs root)"
 	@echo "make testbed           hosts as network namespaces, until Ctrl-C (needs root)"
 	@echo "make clean             remove the environment and everything built"
@@ -149,6 +149,7 @@ bench-checkpoint: $(VENV)/test.stamp
 
 bench-unequal: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/unequal.py
+	$(BIN)/python benchmarks/unequal.py --slow 0.5
 
 testbed: $(VENV)/run.stamp
 	$(BIN)/python -m benchmarks.testbed

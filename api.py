@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import msgspec
 
 from .executor.capability import CAPABILITY
+from .planner.cost.device_kinds import check_names, with_profiles, with_relative_speeds
 from .planner.explain import advice, calibration, why
 from .planner.explain import compare as comparing
 from .planner.explain import local_steps as hosts_apart
@@ -77,6 +78,7 @@ def profile(
     device: str | None = None,
     ranks: int = 1,
     precision: str | None = None,
+    together: bool = False,
     progress: Step | None = None,
 ) -> ModelProfile:
     """What a model's units take, measured on this machine.
@@ -84,7 +86,9 @@ def profile(
     ``target`` names a workload or is one. ``batches`` are the batch sizes to measure. ``device`` is
     ``cpu`` or ``cuda``, or a catalogued device that is not here, for which times are estimated.
     With ``ranks`` above 1 so many processes measure at once, as they will share this host's memory
-    in a run (needs a target by name). ``precision`` is how the model computes (default: the
+    in a run (needs a target by name). With ``together`` all ranks that torchrun has started measure
+    at once (collective), and hosts that are quicker than others keep times of their own.
+    ``precision`` is how the model computes (default: the
     workload's own): ``float32``, ``tf32``, ``bf16``, ``bf16-mixed`` or ``fp16-mixed``, see
     ``planner.schema.precision``. Raises ``InputError``.
     """
@@ -94,7 +98,7 @@ def profile(
         raise InputError(f"batch size {min(batches)} cannot be measured: give at least 1")
     if ranks < 1:
         raise InputError(f"{ranks} ranks cannot measure: give at least 1")
-    return sessions.profile(target, batches, device, ranks, precision, progress)
+    return sessions.profile(target, batches, device, ranks, precision, progress, together=together)
 
 
 def probe(*, ranks: int | None = None, progress: Step | None = None) -> Cluster:
@@ -109,11 +113,15 @@ def probe(*, ranks: int | None = None, progress: Step | None = None) -> Cluster:
     return sessions.probe(ranks, progress)
 
 
-def describe_cluster(**description: Any) -> Cluster:
-    """A cluster of catalogued devices from a description; see ``profiler.catalogue``."""
+def describe_cluster(
+    *, relative_speeds: Mapping[str, float] | None = None, **description: Any
+) -> Cluster:
+    """A cluster of catalogued devices from a description; see ``profiler.catalogue``.
+    ``relative_speeds`` are those of nodes that compute faster or slower than the device says, by
+    name: 0.5 is half as fast."""
     from .profiler.catalogue import describe_cluster as describe
 
-    return describe(**description)
+    return with_relative_speeds(describe(**description), relative_speeds or {})
 
 
 def plan(
@@ -128,6 +136,7 @@ def plan(
     forbidden: Sequence[str] = (),
     schedule: Schedules = "auto",
     precision: str | None = None,
+    profiles_of: Mapping[str, ModelProfile] | None = None,
     progress: Step | None = None,
 ) -> Plan:
     """How to train a model on a cluster.
@@ -138,14 +147,21 @@ def plan(
     unless ``hypothetical``; never the policies ``forbidden``. With ``bursts`` units may take a part
     of the ranks and leave the others idle. ``schedule`` says how gradients
     travel: ``barrier``, ``priority``, or ``auto``: priority if predicted at least 5% quicker, or
-    if nothing else fits. The goal's pins may name patterns of units. Raises ``InputError``, and
-    ``InfeasibleError`` where nothing fits.
+    if nothing else fits. The goal's pins may name patterns of units. ``profiles_of`` are profiles
+    of the same model from nodes of the cluster whose devices are quicker or slower, by the nodes'
+    names: ranks get samples by their speed then (``Plan.local_batch_sizes``). Raises
+    ``InputError``, and ``InfeasibleError`` where nothing fits.
     """
     check_time_limit(time_limit_s)
+    if profiles_of:
+        check_names(profiles_of, cluster, "profile")  # before anything is measured
     problem = _problem(
         what, cluster, goal, precision, bursts=bursts, hypothetical=hypothetical,
         forbidden=forbidden, schedule=schedule, progress=progress,
     )  # fmt: skip
+    if profiles_of:
+        joined = with_profiles(problem.profile, profiles_of, cluster)
+        problem = replace(problem, profile=joined)
     # Patterns in pins are of this profile's units: they are expanded once it is known.
     return _solved(expand_pins(problem), solver, time_limit_s)
 

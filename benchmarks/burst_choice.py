@@ -18,12 +18,12 @@ from typing import NamedTuple
 import msgspec
 from meshwright.planner.cost.budget import unit_s
 from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
+from meshwright.planner.cost.device_kinds import slowed
 from meshwright.planner.cost.step_time import barrier_step, priority_step
 from meshwright.planner.multiplex.jobs import (
     Assumptions,
     BackgroundJob,
     shared_device_model,
-    slowed,
     timelines,
 )
 from meshwright.planner.multiplex.simulation import background_share

@@ -28,11 +28,14 @@ POLL_S = 0.02
 
 
 def joined(
-    count: int, limit_s: float = LIMIT_S, mbit_s: float | Sequence[float] | None = None
+    count: int,
+    limit_s: float = LIMIT_S,
+    mbit_s: float | Sequence[float] | None = None,
+    slow: Mapping[int, float] | None = None,
 ) -> bool:
     """True on a rank, which has met the others. Else runs this program, with its arguments, as that
     many ranks: on this machine, or on hosts of a bed with links of ``mbit_s`` (one rate, or each
-    host's)."""
+    host's), of which ``slow`` ones, by number, have a share of a core."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "RANK" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -44,6 +47,8 @@ def joined(
             run_ranks(program, Ranks(count, timeout_s=limit_s), Path(folder))
     else:
         with Bed(count, mbit_s) as bed:
+            for number, share in (slow or {}).items():
+                bed.slow(bed.hosts[number], share)
             done = bed.launch(program, timeout_s=limit_s)
         print(done[0].stdout, end="")
         _check(done)

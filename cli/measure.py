@@ -1,5 +1,6 @@
 """``profile``, ``probe`` and ``cluster``: what is measured here, and what is described instead."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -8,11 +9,11 @@ import typer
 
 from ..executor.launch.progress import progress
 from ..executor.notes import note
-from .options import AllUnits, Json, PrecisionName, out
+from .options import AllUnits, Json, PrecisionName, RelativeSpeeds, out
 from .output import check_out, deliver
-from .render.documents import cluster_table, units_table
+from .render.documents import cluster_table, speed_sentences, units_table
 from .render.whole import whole_sentences
-from .values import amount, counts, number, whole
+from .values import amount, counts, number, speeds, whole
 
 UNSTEADY = 0.5
 """From so large a spread on the probe says that it was disturbed."""
@@ -45,13 +46,17 @@ def profile(
     from .. import api
 
     check_out(out_)
-    with progress(f"profiling {target}") as step:
+    # Under torchrun every rank is this command. All measure at once, and have the same answer.
+    measured = device is None or device.split(":")[0] in ("cpu", "cuda")
+    together = measured and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    with progress(f"profiling {target}", show=api.is_rank_zero()) as step:
         found = api.profile(
-            target, batches=batches, device=device, ranks=ranks, precision=precision, progress=step
-        )
-    deliver(
-        found, out_, json, units_table(found, fold=not all_units), *whole_sentences(found.units)
-    )
+            target, batches=batches, device=device, ranks=ranks, precision=precision,
+            together=together, progress=step,
+        )  # fmt: skip
+    if api.is_rank_zero():
+        table = units_table(found, fold=not all_units)
+        deliver(found, out_, json, table, *speed_sentences(found), *whole_sentences(found.units))
 
 
 def probe(
@@ -104,6 +109,7 @@ def cluster(
     host_memory: Annotated[
         int | None, amount("Memory of a host, which limits what is offloaded: 1TB.")
     ] = None,
+    relative_speed: RelativeSpeeds = None,
     name: Annotated[str | None, typer.Option(help="What to call it.")] = None,
     out_: Annotated[Path | None, out("cluster")] = None,
     json: Json = False,
@@ -124,6 +130,7 @@ def cluster(
         reserve_bytes=reserve,
         host_gbyte_s=host_gbyte_s,
         host_memory_bytes=host_memory,
+        relative_speeds=speeds(relative_speed),
         name=name,
     )
     deliver(found, out_, json, cluster_table(found))

@@ -52,6 +52,24 @@ Target = Annotated[
 ]
 ClusterFile = Annotated[Path, typer.Option("--cluster", "-c", help="The cluster's file.")]
 Batch = Annotated[int, whole("Global batch size in samples.")]
+ProfilesOf = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--profile-of",
+        metavar="NODE=FILE",
+        help="A profile measured on that node of the cluster, whose devices are faster or slower. "
+        "May be given several times.",
+    ),
+]
+RelativeSpeeds = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--relative-speed",
+        metavar="NODE=SPEED",
+        help="That node computes so many times as fast as the device of the profile, such as 0.5. "
+        "May be given several times.",
+    ),
+]
 
 # -- what fits, and what is least -----------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import typer
 
 from ..executor.launch.progress import progress
 from ..executor.notes import note
+from ..planner.cost.device_kinds import with_relative_speeds
 from ..planner.explain.why import units_told
 from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError
@@ -28,6 +29,7 @@ from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,
     decision_table,
+    local_batch_sentences,
     local_sentences,
     memory_sentences,
     origin_sentences,
@@ -36,7 +38,7 @@ from .render.documents import (
 )
 from .render.explanations import explanation_tables
 from .render.memory import kept_sentences, memory_tables, plot_memory
-from .values import number, whole
+from .values import by_name, number, speeds, whole
 
 
 def plan(
@@ -65,6 +67,8 @@ def plan(
     slices: options.Slices = None,
     schedule: options.Schedule = "auto",
     precision: options.PrecisionName = None,
+    profile_of: options.ProfilesOf = None,
+    relative_speed: options.RelativeSpeeds = None,
     bursts: options.Bursts = False,
     hypothetical: options.Hypothetical = False,
     all_layouts: options.AllLayouts = False,
@@ -85,6 +89,11 @@ def plan(
     if slices is not None and schedule == "barrier":
         raise InputError(
             "--slices is how priority cuts, and --schedule is 'barrier': leave one of them out"
+        )
+    if profile_of and (ranks is not None or front):
+        raise InputError(
+            "--profile-of is of nodes of this cluster for one plan, and --front and --ranks plan "
+            "for others: leave one of them out"
         )
     # What is wrong with the request is said before files are read and anything is measured.
     wishes = parse_wishes(pin or (), forbid or ())
@@ -111,7 +120,11 @@ def plan(
         all_layouts=all_layouts,
     )
     what = load(ModelProfile, target, "TARGET") if target.endswith(".json") else target
-    there = load(Cluster, cluster, "--cluster")
+    there = with_relative_speeds(load(Cluster, cluster, "--cluster"), speeds(relative_speed))
+    others = {
+        node: load(ModelProfile, file, "--profile-of")
+        for node, file in by_name(profile_of, "--profile-of").items()
+    }
     if ranks is not None and not sizes:
         there = resized(there, ranks[0])
     with progress(f"planning {target}") as step:
@@ -130,7 +143,7 @@ def plan(
         elif front:
             points = api.front(what, there, goal, **how)
         else:
-            made = api.plan(what, there, goal, **how)
+            made = api.plan(what, there, goal, profiles_of=others, **how)
     # Printed when the bar is gone: both write to the terminal.
     if sizes:
         deliver(table, out_, json, *sizes_table(table))
@@ -139,7 +152,8 @@ def plan(
         if not (bursts or hypothetical):
             note("no unit leaves devices idle: add --bursts to trade time for devices")
     else:
-        profile = what if isinstance(what, ModelProfile) else None
+        # With times of other nodes it is not the file's any more, and found by its fingerprint.
+        profile = what if isinstance(what, ModelProfile) and not others else None
         words = _remarks(made, profile, there, forbidden=wishes.without, schedule=schedule)
         tables = decision_table(made, fold=not all_units), prediction_table(made)
         deliver(made, out_, json, *tables, *words)
@@ -167,7 +181,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
 
     goal, ranks = made.goal, cluster.world_size
     least, more = divmod(goal.batch, ranks)
-    if more:
+    if more and not made.local_batch_sizes:
         note(
             f"a batch of {goal.batch} does not divide over {ranks} ranks: {more} of them take "
             f"{_samples(least + 1)} and the others {_samples(least)}, and every sample counts alike"
@@ -203,7 +217,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
             f"{seconds(step_s)}: for a plan whose simulated step keeps it, ask for less, such as "
             f"--step-limit {limit_s * limit_s / step_s:.3g}s"
         )
-    words = [verdict(made), *local_sentences(made)]
+    words = [verdict(made), *local_sentences(made), *local_batch_sentences(made, cluster)]
     # A profile measured for this plan is found on disk again, unless it could not be kept there.
     with suppress(InputError):
         profile, cluster = made_from(made, profile, cluster)
@@ -251,7 +265,7 @@ def explain(
     from .. import api
 
     made = load(Plan, plan_file, "PLAN")
-    made_from = (
+    given = (
         load(ModelProfile, profile, "--profile") if profile else None,
         load(Cluster, cluster, "--cluster") if cluster else None,
     )
@@ -259,7 +273,7 @@ def explain(
         raise InputError(f"--plot {plot} draws the memory timeline: add --memory")
     if memory:
         check_out(plot)
-        timeline = api.memory_timeline(made, *made_from)
+        timeline = api.memory_timeline(made, *given)
         if plot is not None:
             plot_memory(timeline, plot)
             note(f"drawn into {plot}")
@@ -268,13 +282,14 @@ def explain(
         return
     with progress("explaining") as step:
         found = api.explain(
-            made, *made_from, best=best, what_if=what_if, time_limit_s=time_limit, progress=step
+            made, *given, best=best, what_if=what_if, time_limit_s=time_limit, progress=step
         )
     told = units_told(len(found.units))
     if told < len(found.units):
         note(f"alternatives are told of the {told} units of {len(found.units)} that take most")
     tables = explanation_tables(found, made.goal.objective, fold=not all_units)
-    deliver(found, None, json, *tables, *local_sentences(made))
+    shares = local_batch_sentences(made, made_from(made, *given)[1])
+    deliver(found, None, json, *tables, *local_sentences(made), *shares)
 
 
 def compare(

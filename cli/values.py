@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import typer
@@ -117,6 +117,27 @@ def _counts(text: str) -> tuple[int, ...]:
     if min(found) < 1:
         raise InputError(f"{text!r} holds {min(found)}, which cannot be: give at least 1")
     return found
+
+
+def by_name(given: Sequence[str] | None, option: str) -> dict[str, str]:
+    """The values of an option that is given as NAME=VALUE, several times: by name."""
+    found: dict[str, str] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise InputError(f"{option} {text!r} is not NODE=VALUE: write it like host1=0.5")
+        if name in found:
+            raise InputError(f"{option} is given twice for {name!r}: leave one of them out")
+        found[name] = value
+    return found
+
+
+def speeds(given: Sequence[str] | None) -> dict[str, float]:
+    """The relative speeds of ``--relative-speed NODE=SPEED``."""
+    return {
+        name: _number(value, above=0.0, least=0.0, most=math.inf)
+        for name, value in by_name(given, "--relative-speed").items()
+    }
 
 
 # Below this a plain number is taken for one whose unit was forgotten.

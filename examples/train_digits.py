@@ -54,7 +54,9 @@ def main(epochs: int) -> None:
     for epoch in range(epochs):
         order = torch.randperm(1437, generator=torch.Generator().manual_seed(epoch))
         for batch in order.split(BATCH):
-            mine = batch.tensor_split(world)[rank]  # shares may be uneven
+            # Even shares, unless hosts are of unequal speed or memory.
+            sizes = [plan.local_batch_size(other, len(batch)) for other in range(world)]
+            mine = batch.split(sizes)[rank]
             loss = nn.functional.cross_entropy(model(images[train][mine]), labels[train][mine])
             loss.backward()
             optimizer.step()

@@ -169,7 +169,8 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
 def _agree(run: Run, model: nn.Module, plan: Plan) -> None:
     # First what explains the rest: another version may well build another model.
     different = run.everyone.agree_on_setup(device_of(model))
-    if different is not None and run.world.rank == 0:
+    # Where a plan shares the batch out by the devices' speed, it knows of them.
+    if different is not None and run.world.rank == 0 and not plan.local_batch_sizes:
         warnings.warn(different, stacklevel=5)
     # Of another model or plan a rank would issue other collectives: a hang, or wrong sums.
     tensors = (*model.named_parameters(), *model.named_buffers())

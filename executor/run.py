@@ -68,7 +68,10 @@ from .redistribution.cache import RedistributionCache
 from .redistribution.lazy import materialize
 from .redistribution.redistribute import Meter
 from .redistribution.shards import Shard
-from .synchronise import GradientSynchroniser, Kernels, MicroBatchCheck
+from .synchronise import GradientSynchroniser, Kernels, LocalBatchCheck, MicroBatchCheck
+
+# Of a forward's mode: the model is in training mode, and gradients are asked for.
+TRAINING = 3
 
 
 class Run:
@@ -119,6 +122,7 @@ class Run:
         self._guard: Guard | None = None
         self.weight_next: Weight | None = None
         self._micro_batches = MicroBatchCheck(plan)
+        self.local_batches = LocalBatchCheck(whole_plan, world.rank)
         self._number = 0
         self._buffers: list[Tensor] = []
         self._all_params: list[GradParam] = []
@@ -323,6 +327,8 @@ class Run:
         samples = samples_of(args, kwargs, self.input_dims)
         shapes = digest(shapes_of(args, kwargs, self.input_dims)) if self.divided else 0
         mode = 2 * model.training + torch.is_grad_enabled()
+        if mode == TRAINING:
+            self.local_batches.fed(samples)
 
         def begin() -> Header:
             self._number += 1

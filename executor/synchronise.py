@@ -252,3 +252,30 @@ class MicroBatchCheck:
             f"meshwright.micro_batches(model, batch, {parts})",
             stacklevel=2,
         )
+
+
+class LocalBatchCheck:
+    """Whether this rank is fed as many samples as the plan has for it, where shares are planned."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._rank, self._planned = rank, 0
+        if plan.local_batch_sizes:
+            self._planned = plan.local_batch_size(rank)
+
+    def satisfied(self) -> None:
+        """Whoever feeds this rank knows the plan's shares, of batches of other sizes too."""
+        self._planned = 0
+
+    def fed(self, samples: int) -> None:
+        """A forward in training got so many samples; warns once where they are more than planned.
+        It trains right all the same. A last batch may be smaller."""
+        if not self._planned or samples <= self._planned:
+            return
+        planned = self._planned
+        self.satisfied()
+        warnings.warn(
+            f"rank {self._rank} was fed {samples} samples and the plan, made for ranks of unequal "
+            f"speed, has {planned} for it, so that the others will wait: load "
+            "plan.local_batch_size(rank) samples on each rank",
+            stacklevel=2,
+        )

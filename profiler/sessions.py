@@ -33,6 +33,7 @@ from ..models.target import try_out, workload
 from ..models.trial_sizes import SIZES, first_taken
 from ..models.units.discover import settings
 from ..models.workload import Batch, Workload
+from ..planner.cost.device_kinds import times_of, with_profiles
 from ..planner.schema import cache
 from ..planner.schema.cache import DocumentT
 from ..planner.schema.cluster import Cluster, Node
@@ -55,7 +56,8 @@ from .progress import StageProgress
 # Ranks that share a host share its memory bandwidth, caches and clock rate, in the run as well. So
 # on CPUs all ranks of a host profile the model at the same time, and the slowest one's times are
 # taken: they hold what the others cost, and everybody waits for it in the run as well. On GPUs each
-# rank has a device to itself and rank 0 measures alone.
+# rank has a device to itself, and one rank for each kind of device measures. Hosts that are quicker
+# than the slowest, beyond noise, keep the times of their own slowest rank (``node_times``).
 # Links are measured by the groups that plans use at the same time: all blocks of neighbours at
 # once, then all ranks with equal places at once, because these share a host's network interface.
 # Collectives are not timed while the model computes; how much both slow each other is measured
@@ -65,6 +67,9 @@ from .progress import StageProgress
 LINKS_S, OVERHEAD_S = 15.0, 8.0
 # Of a device's memory, what measuring may take: others may be on the machine.
 ROOM = 0.6
+# Hosts of which one takes at most so many times as long as another are taken to be equally fast: so
+# much is noise on a busy machine.
+ALIKE = 1.2
 
 
 def batches_for(goal: Goal, world_size: int) -> tuple[int, ...]:
@@ -91,18 +96,53 @@ def profile_on_ranks(
             workload, batches=batches, device=device, progress=step, room_bytes=room
         )
 
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (socket.gethostname(), device_name(device)))
+
     def measure_together() -> ModelProfile:
         # See [Note: What is measured together].
-        if device.type != "cpu" or dist.get_world_size() == 1:
+        kinds = list(dict.fromkeys(name for _, name in places))
+        if device.type == "cpu":
+            measuring = list(range(len(places)))
+        else:
+            measuring = [next(r for r, (_, name) in enumerate(places) if name == k) for k in kinds]
+        if len(measuring) == 1:
             return rank_zero_decides(measure)
+        mine = dist.get_rank() in measuring
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, together(measure))
-        # At a size that all have measured: one that is slow may have stopped earlier.
-        size = min(profile.batches[-1] for profile in every)
-        return max(every, key=lambda profile: profile.step(size))  # type: ignore[no-any-return]
+        dist.all_gather_object(every, together(lambda: measure() if mine else None))
+        found = {every[r].device: every[r] for r in measuring}
+        by_rank = [every[r] or found[name] for r, (_, name) in enumerate(places)]
+        return joined_profile([host for host, _ in places], by_rank)
 
-    key = _profile_key(workload, batches, device)
+    hosts = tuple(sorted(set(places))) if len({host for host, _ in places}) > 1 else ()
+    key = _profile_key(workload, batches, device, hosts)
     return _once(ModelProfile, key, measure_together, refresh)
+
+
+def joined_profile(hosts: Sequence[str], profiles: Sequence[ModelProfile]) -> ModelProfile:
+    """One profile of what each rank on ``hosts`` has measured: that of the slowest, with the times
+    of hosts that are quicker beyond noise."""
+    # At a size that all have measured: one that is slow may have stopped earlier.
+    size = min(profile.batches[-1] for profile in profiles)
+
+    def step_s(profile: ModelProfile) -> float:
+        return profile.step(size) if profile.step else 0.0
+
+    by_host: dict[str, ModelProfile] = {}
+    for host, profile in zip(hosts, profiles, strict=True):
+        # All ranks of a host wait for its slowest.
+        by_host[host] = max(by_host.get(host, profile), profile, key=step_s)
+    slowest_first = sorted(by_host, key=lambda host: -step_s(by_host[host]))
+    kinds: list[list[str]] = []
+    for host in slowest_first:
+        alike = kinds and step_s(by_host[kinds[-1][0]]) <= ALIKE * step_s(by_host[host])
+        if alike:
+            kinds[-1].append(host)
+        else:
+            kinds.append([host])
+    others = tuple(times_of(by_host[kind[0]], kind) for kind in kinds[1:])
+    return msgspec.structs.replace(by_host[slowest_first[0]], node_times=others)
 
 
 def cluster_of_ranks(
@@ -177,8 +217,14 @@ def _once(
     return made
 
 
-def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torch.device) -> str:
-    # All that times and bytes depend on. The weights' values are not part of it.
+def _profile_key(
+    workload: Workload,
+    batches: Sequence[int] | None,
+    device: torch.device,
+    hosts: tuple[tuple[str, str], ...],
+) -> str:
+    # All that times and bytes depend on. The weights' values are not part of it. ``hosts`` that
+    # measured together, with their devices, may be of unequal speed.
     model = workload.model
     switches = [settings(module) for module in model.modules()]
     with torch.random.fork_rng():
@@ -196,7 +242,10 @@ def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torc
         workload.precision or surrounding_precision(device), switches,
         torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, compiled,
     )  # fmt: skip
-    return _digest("profile", workload.name, repr(model), parameters, inputs, batches, where, how)
+    together = (hosts,) if hosts else ()
+    return _digest(
+        "profile", workload.name, repr(model), parameters, inputs, batches, where, how, *together
+    )
 
 
 def _smallest(workload: Workload) -> Batch:
@@ -230,6 +279,8 @@ def profile(
     ranks: int,
     precision: str | None,
     progress: Step | None,
+    *,
+    together: bool = False,
 ) -> ModelProfile:
     """See ``api.profile``."""
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
@@ -237,6 +288,9 @@ def profile(
         datasheet(device)
         return _estimated(target, precision, device, batches)
     chosen = _tried(target, precision)
+    if together:
+        where = start_process_group()
+        return profile_on_ranks(chosen, batches, where, progress, refresh=True)
     if ranks > 1:
         return _on_ranks(target, batches, ranks, chosen.precision, refresh=True)
     return profile_model(chosen, batches=batches, device=device_of(device), progress=progress)
@@ -355,10 +409,13 @@ def profile_for(
         return profile_model(
             chosen, batches=batches, device=where, progress=progress, room_bytes=room_bytes(where)
         )
+    if len(names) > 1 and names <= set(catalogued()):
+        return _estimated_for_each(target, cluster, precision, progress)
     if len(names) > 1:
         raise InputError(
             f"the cluster has devices of several kinds ({', '.join(sorted(names))}): profile the "
-            "model on the slowest and plan from that profile"
+            "model on each and plan from one of the profiles, with the others by --profile-of "
+            "NODE=FILE (profiles_of)"
         )
     if name not in catalogued():
         raise InputError(
@@ -366,3 +423,22 @@ def profile_for(
             "run 'meshwright profile' there and plan from that profile"
         )
     return profile(target, None, name, 1, precision, progress)
+
+
+def _estimated_for_each(
+    target: str | Workload, cluster: Cluster, precision: str | None, progress: Step | None
+) -> ModelProfile:
+    """The estimate for the devices of the first node, with those of nodes that have others. A node
+    of several kinds counts as its slowest, by the datasheets' float32 rate."""
+
+    def slowest(node: Node) -> str:
+        return min((d.name for d in node.devices), key=lambda name: datasheet(name).float32)
+
+    by_node = {node.name: slowest(node) for node in cluster.nodes}
+    found = {
+        name: profile(target, None, name, 1, precision, progress)
+        for name in dict.fromkeys(by_node.values())
+    }
+    first = by_node[cluster.nodes[0].name]
+    others = {node: found[name] for node, name in by_node.items() if name != first}
+    return with_profiles(found[first], others, cluster)

@@ -21,6 +21,8 @@ from typing import Any
 
 from meshwright.planner.schema.errors import InputError, RunError
 
+from .quota import CpuQuota
+
 # The token bucket's depth, just above what the kernel hands over at once (64 KB): less loses a part
 # of the rate, more lets a layer's tensors through at once after each pause, as no network does.
 BURST_BYTES = 70_000
@@ -77,6 +79,7 @@ class Bed:
     burst_bytes: int = BURST_BYTES
     hosts: list[Host] = field(default_factory=list, init=False)
     _running: list[subprocess.Popen[Any]] = field(default_factory=list, init=False)
+    _quotas: dict[int, CpuQuota] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if not 2 <= self.count <= MOST_HOSTS:
@@ -141,6 +144,9 @@ class Bed:
         atexit.unregister(self.remove)
         _remove(f"{self._name}-")
         self._reap()
+        for quota in self._quotas.values():
+            quota.remove()
+        self._quotas.clear()
         self.hosts.clear()
 
     def _reap(self) -> None:
@@ -165,6 +171,14 @@ class Bed:
                 *("rate", f"{mbit:.6f}mbit", "burst", str(self.burst_bytes), "limit", str(limit)),
             )
 
+    def slow(self, host: Host, share: float) -> None:
+        """Gives what will be started on a host ``share`` of a core's time, by a CPU quota. Raises
+        ``InputError`` where none can be set."""
+        before = self._quotas.pop(host.number, None)
+        if before is not None:
+            before.remove()
+        self._quotas[host.number] = CpuQuota(host.name, share)
+
     def cut(self, host: Host) -> None:
         """Cuts a host's link: packets are lost without a word, as when a cable is pulled."""
         _inside(self.switch, "ip", "link", "set", f"port{host.number}", "down")
@@ -184,7 +198,10 @@ class Bed:
         ``options`` are ``subprocess.Popen``'s. What still runs ends when the bed is removed."""
         known = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
         told = {**os.environ, **known, **(environment or {})}
-        process = subprocess.Popen(host.command(arguments), env=told, **options)
+        command, quota = host.command(arguments), self._quotas.get(host.number)
+        if quota is not None:
+            command = quota.command(command)
+        process = subprocess.Popen(command, env=told, **options)
         self._running.append(process)
         return process
 

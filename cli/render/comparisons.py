@@ -44,6 +44,7 @@ SETTINGS = {
     "message_bytes": "largest bucket or slice",
     "schedule": "how gradients travel",
     "placement": "ranks in order of position",
+    "local_batch_sizes": "samples in order of position",
     "solver": "solver",
     "goal.batch": "global batch",
     "goal.memory_limit_bytes": "memory limit of a rank",

@@ -107,6 +107,40 @@ def _less_waiting(found: StepBottleneck, hosts: HostsWait) -> str:
     return f"{longer}, twice the bandwidth between nodes {saves(hosts.faster_s)}"
 
 
+def speed_sentences(profile: ModelProfile) -> list[str]:
+    """How much quicker other nodes are than the profile's own device, where it has their times."""
+    words = []
+    batch = profile.batches[-1]
+    for times in profile.node_times:
+        own, there = profile.step, times.step
+        faster = "" if own is None or there is None or not there(batch) else (
+            f" of {batch} samples takes {seconds(there(batch))}, not {seconds(own(batch))}"
+        )  # fmt: skip
+        words.append(f"On {', '.join(times.nodes)} ({times.device}) a step{faster or ' differs'}.")
+    return words
+
+
+def local_batch_sentences(plan: Plan, cluster: Cluster) -> list[str]:
+    """How many samples the ranks of each node get, where shares of the batch are planned."""
+    if not plan.local_batch_sizes:
+        return []
+    each: dict[str, list[int]] = {}
+    for rank, node in enumerate(cluster.node_of_rank):
+        each.setdefault(cluster.nodes[node].name, []).append(plan.local_batch_size(rank))
+    # Nodes whose ranks get the same share a phrase.
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, sizes in each.items():
+        alike.setdefault(tuple(sizes), []).append(name)
+    parts = [
+        f"{', '.join(map(str, dict.fromkeys(sizes)))} on {names_of(names)}"
+        for sizes, names in alike.items()
+    ]
+    return [
+        f"Devices are unequal, and so are their shares of the {plan.goal.batch} samples: of each "
+        f"rank {'; '.join(parts)}."
+    ]
+
+
 def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
     """What the times are based on, where that is not just measuring what the plan does."""
     words = []
@@ -116,7 +150,9 @@ def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> lis
             "table": "those of a published table",
         }[profile.origin]
         words.append(f"The units' times are {source}, not measured.")
-    counts = batch_counts(plan.goal.batch, plan.world_size, plan.micro_batches)
+    counts = batch_counts(
+        plan.goal.batch, plan.world_size, plan.micro_batches, plan.local_batch_sizes
+    )
     largest = max(busiest_samples(counts, unit.layout) for unit in plan.units)
     measured = profile.batches[-1]
     if profile.origin == "measured" and largest > EXTRAPOLATED * measured:
@@ -165,6 +201,7 @@ SEEN = 0.005
 def _proof(plan: Plan) -> str:
     by = plan.provenance
     within = "the pins and " if plan.goal.pins else ""
+    within += "these shares of the batch and " if plan.local_batch_sizes else ""
     near = by.gap is not None and by.gap > EXACT
     best = f"proved within {gap_text(by.gap or 0.0)} of the best" if near else "proved best"
     words = {
@@ -321,6 +358,8 @@ def _shown(node: Node) -> tuple[str, str, str]:
     host's memory."""
     reserved = max(device.reserve_bytes for device in node.devices)
     parts = [f"{size(reserved)} of each kept back"] if reserved else []
+    speeds = sorted({d.relative_speed for d in node.devices if d.relative_speed != 1})
+    parts += [f"{speed:g} times as fast as profiled" for speed in speeds]
     if node.host_memory_bytes is not None:
         parts.append(f"{size(node.host_memory_bytes)} in the host")
     rates = [d.host_bytes_per_s for d in node.devices if d.host_bytes_per_s is not None]

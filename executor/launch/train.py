@@ -326,12 +326,13 @@ def loss_of(workload: Workload, batch: Batch) -> Tensor:
 
 
 def share_of(batch: Batch, run: Run) -> Batch:
-    """This rank's samples, copied, so that it holds no others with them: the first positions have
-    one more where the batch does not divide."""
-    position, ranks = run.world.share
-    least, more = divmod(batch.size, ranks)
-    start = position * least + min(position, more)
-    return batch.slice(start, start + least + (position < more)).copied()
+    """This rank's samples, copied, so that it holds no others with them: as many as the plan has
+    for its position."""
+    position, _ = run.world.share
+    run.local_batches.satisfied()
+    sizes = run.whole_plan.local_batches(batch.size)
+    start = sum(sizes[:position])
+    return batch.slice(start, start + sizes[position]).copied()
 
 
 def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -434,7 +435,7 @@ def accuracy(workload: Workload, device: torch.device) -> float | None:
     whole = workload.data("test")
     mine = share_of(whole, run)
     # As many forwards on every rank, since divided units need all of them.
-    pieces = ceil(ceil(whole.size / run.world.share[1]) / EVALUATED)
+    pieces = ceil(max(run.whole_plan.local_batches(whole.size)) / EVALUATED)
     right = 0.0
     workload.model.eval()
     with torch.no_grad():

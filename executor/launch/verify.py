@@ -279,13 +279,17 @@ def _other_ways(
 def _sizes(workload: Workload, size: int, plan: Plan) -> tuple[list[int], list[str]]:
     """The batches to compare over. The second is one larger, so that the ranks' shares are uneven,
     unless the model refuses such shares: then with a note."""
-    parts = plan.world_size * plan.micro_batches
+
+    def part_of(batch: int) -> int:
+        """What the rank that gets most is given in a micro-batch."""
+        return -(-max(plan.local_batches(batch)) // plan.micro_batches)
+
     with trial(workload) as run:
         fix_statistics(run.model)  # which are of all ranks' samples: none has too few by itself
-        for part in sorted({-(-size // parts), size}):
+        for part in sorted({part_of(size), size}):
             loss_of(run, run.make_batch(part))  # or nothing can be compared
         try:
-            for part in sorted({-(-(size + 1) // parts), size + 1}):
+            for part in sorted({part_of(size + 1), size + 1}):
                 loss_of(run, run.make_batch(part))
         except Exception as error:  # make_batch's own too
             note = f"uneven shares are not compared, as they are refused: {error}"

@@ -1,33 +1,41 @@
 """What one member of a group holds and does: shares of the batch and of a unit's measurements."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import ceil
 
 from ..schema.curve import Curve
 from ..schema.errors import InputError
 from ..schema.layout import Layout, Style
+from ..schema.local_batches import local_batches
 from ..schema.profile import ParameterProfile, ShareProfile, UnitProfile
-from .ownership import group_bounds, largest_share
+from .ownership import group_bounds, group_samples, largest_share
 
 Quantity = Callable[[ShareProfile], Curve]
 
 
-def batch_counts(batch: int, world_size: int, micro_batches: int = 1) -> tuple[int, ...]:
-    """Samples of each position in its largest micro-batch: the first positions get one more
-    where the batch does not divide, the first micro-batches likewise.
+def batch_counts(
+    batch: int, world_size: int, micro_batches: int = 1, planned: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Samples of each position in its largest micro-batch, of ``local_batches``; the first
+    micro-batches get one more where these do not divide.
     """
     if micro_batches > 1 and batch < world_size * micro_batches:
         raise InputError(
             f"{micro_batches} micro-batches of a batch of {batch} on {world_size} ranks would "
             f"leave some without a sample: use at most {max(batch // world_size, 1)}"
         )
-    least, more = divmod(batch, world_size)
-    return tuple(ceil((least + (p < more)) / micro_batches) for p in range(world_size))
+    return tuple(ceil(n / micro_batches) for n in local_batches(batch, world_size, planned))
 
 
-def busiest_samples(counts: tuple[int, ...], layout: Layout) -> int:
-    """Samples of the group that has most."""
+def busiest_samples(
+    counts: tuple[int, ...], layout: Layout, positions: Sequence[int] | None = None
+) -> int:
+    """Samples of the group that has most; of those with a member at the ``positions``, where some
+    are given (none has one: zero)."""
+    if positions is not None:
+        found = group_samples(counts, layout)
+        return max((found[p] or 0 for p in positions), default=0)
     bounds = group_bounds(counts, layout)
     return max(b - a for a, b in pairwise(bounds))
 

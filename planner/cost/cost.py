@@ -14,6 +14,7 @@ layer's time into these terms is ours.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -23,12 +24,13 @@ import numpy as np
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.goal import OPTIMIZERS, Goal
-from ..schema.layout import Style, data_parallel
+from ..schema.layout import Layout, Style, data_parallel
 from ..schema.options import Decisions, Option, segments_of
 from ..schema.plan import MIRRORS, Plan
 from ..schema.profile import ModelProfile
 from .collectives import Fabric, collective_s, ring_steps
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
+from .device_kinds import DeviceKind, device_kinds
 from .exchange import Exchanges
 from .ownership import TensorPlacement, input_placement, output_placement
 from .redistribution import Reals, Traffic, redistribution_s, traffic
@@ -87,6 +89,9 @@ class CostModel(Exchanges):
     Messages are buckets of at most ``message_bytes`` (the barrier's schedule), or with ``sliced``
     slices of at most that, unit by unit (the schedule by priority).
 
+    Samples are shared out as ``local_batch_sizes``, by position; none given: evenly. Where devices
+    are of several ``kinds`` a unit takes as long as on the slowest of them with its samples.
+
     Every answer is a pure function of these; the object only remembers what it has worked out.
     """
 
@@ -100,15 +105,19 @@ class CostModel(Exchanges):
         placement: tuple[int, ...] | None = None,
         message_bytes: int = BUCKET_BYTES,
         sliced: bool = False,
+        local_batch_sizes: tuple[int, ...] = (),
     ) -> None:
         self.placement = placement or tuple(range(cluster.world_size))
         fabric = Fabric(cluster, self.placement)
         super().__init__(profile, fabric, micro_batches, message_bytes, sliced)
         self.cluster, self.goal = cluster, goal
         self.world_size, self.host_bytes_per_s = cluster.world_size, cluster.host_bytes_per_s
-        self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
+        self.local_batch_sizes = local_batch_sizes
+        self.counts = batch_counts(goal.batch, self.world_size, micro_batches, local_batch_sizes)
+        self.kinds = device_kinds(profile, cluster, self.placement)
         self._units: dict[tuple[int, Option], UnitCost] = {}
-        self._shares: dict[tuple[int, Style, int, int], _Share] = {}
+        self._shares: dict[tuple[int, Style, int, tuple[int, ...]], _Share] = {}
+        self._samples: dict[Layout, tuple[int, ...]] = {}
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._traffic: dict[tuple[TensorPlacement, TensorPlacement, int], Traffic] = {}
 
@@ -121,7 +130,7 @@ class CostModel(Exchanges):
         return cls(
             profile, cluster, goal or plan.goal, micro_batches=plan.micro_batches,
             placement=plan.placement, message_bytes=plan.message_bytes,
-            sliced=plan.schedule == "priority",
+            sliced=plan.schedule == "priority", local_batch_sizes=plan.local_batch_sizes,
         )  # fmt: skip
 
     @cached_property
@@ -131,12 +140,31 @@ class CostModel(Exchanges):
 
     def with_profile(self, profile: ModelProfile) -> CostModel:
         """The costs of another profile of the same model, all else being equal."""
-        made = CostModel(
-            profile, self.cluster, self.goal, micro_batches=self.micro_batches,
-            placement=self.placement, message_bytes=self.message_bytes, sliced=self.sliced,
-        )  # fmt: skip
+        made = self._remade(profile, self.local_batch_sizes)
         # What moves between layouts does not depend on the profile: worked out for both together.
         made._traffic = self._traffic
+        return made
+
+    def with_local_batches(self, sizes: tuple[int, ...]) -> CostModel:
+        """The costs with the batch shared out otherwise, all else being equal."""
+        return self._remade(self.profile, sizes)
+
+    def _remade(self, profile: ModelProfile, sizes: tuple[int, ...]) -> CostModel:
+        return CostModel(
+            profile, self.cluster, self.goal, micro_batches=self.micro_batches,
+            placement=self.placement, message_bytes=self.message_bytes, sliced=self.sliced,
+            local_batch_sizes=sizes,
+        )  # fmt: skip
+
+    def of_kind(self, kind: DeviceKind) -> CostModel:
+        """The costs as positions of one of the ``kinds`` see them: what they compute, and all that
+        is done together."""
+        if len(self.kinds) == 1 and self.kinds[0] is kind:
+            return self
+        # Not made anew: links and batches are the same, and only what is computed differs.
+        made = copy.copy(self)
+        made.kinds, made._units, made._shares, made._samples = (kind,), {}, {}, {}
+        vars(made).pop("_memory", None)  # that of the model it was copied from
         return made
 
     # -- costs -----------------------------------------------------------------------------------
@@ -151,8 +179,8 @@ class CostModel(Exchanges):
     def _unit(self, k: int, option: Option) -> UnitCost:
         refuse_unmodelled(self, k, option)
         unit, (layout, style) = self.profile.units[k], option[:2]
-        samples = busiest_samples(self.counts, layout)
-        share = self._share(k, style, layout.degree, samples)
+        samples = self._most_samples(layout)
+        share = self._share(k, style, layout)
         trained = share.trained_bytes
         payload = self.payload_bytes(option, trained)
         exchange, slice_s = self.exchanged(option, payload)
@@ -181,19 +209,40 @@ class CostModel(Exchanges):
             cost = offloaded(cost, saved_bytes(unit, style, layout.degree, samples) / host_rate)
         return released(cost) if option.early_release else cost
 
-    def _share(self, k: int, style: Style, degree: int, samples: int) -> _Share:
-        """A member's share, which a unit's many policies in one layout have in common."""
-        key = (k, style, degree, samples)
+    def _share(self, k: int, style: Style, layout: Layout) -> _Share:
+        """A member's share, which a unit's many policies in one layout have in common: its times
+        where it takes longest."""
+        samples = self.samples_by_kind(layout)
+        key = (k, style, layout.degree, samples)
         if key not in self._shares:
             unit, owned = self.profile.units[k], self.owned[k]
             trainable = tuple(p for p in owned if p.trainable)
+            units = (kind.profile.units[k] for kind in self.kinds)
+            there = list(zip(units, samples, strict=True))
             self._shares[key] = _Share(
-                forward_s(unit, style, degree, samples),
-                backward_s(unit, style, degree, samples),
-                shard_bytes(unit, style, degree, trainable),
-                shard_bytes(unit, style, degree, owned),
+                max(forward_s(u, style, layout.degree, n) for u, n in there),
+                max(backward_s(u, style, layout.degree, n) for u, n in there),
+                shard_bytes(unit, style, layout.degree, trainable),
+                shard_bytes(unit, style, layout.degree, owned),
             )
         return self._shares[key]
+
+    def _most_samples(self, layout: Layout) -> int:
+        """Samples of the group that has most, whoever is in it."""
+        return max(self.samples_by_kind(layout))
+
+    def samples_by_kind(self, layout: Layout) -> tuple[int, ...]:
+        """Of each of the ``kinds`` the samples of the group that has most of those in which one of
+        its devices is."""
+        if layout not in self._samples:
+            # Of all positions at once it is quicker to tell.
+            every = sum(len(kind.positions) for kind in self.kinds) == self.world_size
+            alike = every and len(self.kinds) == 1
+            self._samples[layout] = tuple(
+                busiest_samples(self.counts, layout, None if alike else kind.positions)
+                for kind in self.kinds
+            )
+        return self._samples[layout]
 
     def overhead_s(self, k: int, gradient_bytes: int) -> float:
         """The executor's own work in the backward of unit ``k``: for each of its parameters, for
@@ -206,8 +255,9 @@ class CostModel(Exchanges):
 
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded."""
-        part = trained_bytes * self.profile.update_seconds_per_byte(
-            self.goal.optimizer, sharded=option.shards
+        part = trained_bytes * max(
+            kind.profile.update_seconds_per_byte(self.goal.optimizer, sharded=option.shards)
+            for kind in self.kinds
         )
         if option.shards:
             part /= option.layout.groups
@@ -218,12 +268,12 @@ class CostModel(Exchanges):
         sent, and making gradients of what has come."""
         if option.layout.groups == 1 or not (option.lossy or option.rounded):
             return 0.0, 0.0
-        rate = self.profile.compression_rate(option.exchange if option.lossy else option.wire)
-        if rate is None:
-            return 0.0, 0.0
+        name = option.exchange if option.lossy else option.wire
+        found = [kind.profile.compression_rate(name) for kind in self.kinds]
+        rates = [rate for rate in found if rate is not None]
         return (
-            trained_bytes * rate.seconds_per_byte,
-            trained_bytes * rate.received_seconds_per_byte,
+            trained_bytes * max((r.seconds_per_byte for r in rates), default=0.0),
+            trained_bytes * max((r.received_seconds_per_byte for r in rates), default=0.0),
         )
 
     def _inner(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:

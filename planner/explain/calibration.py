@@ -18,11 +18,12 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ..cost.cost import CostModel
+from ..cost.device_kinds import slowed
 from ..cost.step_time import LINKS
 from ..schema.cluster import LINK_NAMES, Cluster, LevelName
 from ..schema.errors import InputError
 from ..schema.plan import Plan, Prediction
-from ..schema.profile import ModelProfile, ShareProfile, UnitProfile
+from ..schema.profile import ModelProfile
 from ..schema.record import Positive, Record
 from ..schema.report import Figures, RunReport, predicted_figures
 from ..schema.text import rate, seconds
@@ -235,7 +236,7 @@ class _Run:
         """The profile and the cluster at those speeds."""
         cluster = _with_slower(self.cluster, "intra", times.intra)
         cluster = _with_slower(cluster, "inter", times.inter)
-        return _slowed(self.profile, times.compute), cluster
+        return slowed(self.profile, times.compute), cluster
 
     def predicted(self, times: MeasuredTimes) -> Prediction:
         """The plan's step at those speeds."""
@@ -388,37 +389,6 @@ def _total(found: Prediction, names: tuple[FigureName, ...]) -> float:
 def _with_slower(cluster: Cluster, name: LevelName, times: float) -> Cluster:
     """The cluster whose links of that level take so many times as long to move bytes."""
     return cluster if times == 1.0 else with_rates(cluster, name, lambda old: old / times)
-
-
-def _slowed(profile: ModelProfile, times: float) -> ModelProfile:
-    """The profile of a device that takes so many times as long to compute."""
-    if times == 1.0:
-        return profile
-
-    def share(one: ShareProfile) -> ShareProfile:
-        forward, backward = one.forward.scaled(times), one.backward.scaled(times)
-        return msgspec.structs.replace(one, forward=forward, backward=backward)
-
-    def unit(one: UnitProfile) -> UnitProfile:
-        return msgspec.structs.replace(one, shares=tuple(map(share, one.shares)))
-
-    return msgspec.structs.replace(
-        profile,
-        units=tuple(map(unit, profile.units)),
-        step=profile.step and profile.step.scaled(times),
-        updates=tuple(
-            msgspec.structs.replace(r, seconds_per_byte=times * r.seconds_per_byte)
-            for r in profile.updates
-        ),
-        compression=tuple(
-            msgspec.structs.replace(
-                r,
-                seconds_per_byte=times * r.seconds_per_byte,
-                received_seconds_per_byte=times * r.received_seconds_per_byte,
-            )
-            for r in profile.compression
-        ),
-    )
 
 
 def _solved(took: Callable[[float], float], target_s: float, start: float, near_s: float) -> float:

@@ -121,6 +121,8 @@ def _settings(first: Plan, second: Plan) -> tuple[tuple[str, str, str], ...]:
     asked = [(name, getattr(first, name), getattr(second, name)) for name in plan]
     for name in first.goal.__struct_fields__:
         asked.append((f"goal.{name}", getattr(first.goal, name), getattr(second.goal, name)))
+    shares = (plan.local_batch_sizes or "even" for plan in (first, second))
+    asked.append(("local_batch_sizes", next(shares), next(shares)))
     asked.append(("local_steps", _local_text(first), _local_text(second)))
     asked.append(("solver", first.provenance.solver, second.provenance.solver))
     return tuple((name, _text(a), _text(b)) for name, a, b in asked if a != b)

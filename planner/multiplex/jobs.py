@@ -14,15 +14,16 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from ..cost.compute import backward_s, busiest_samples, forward_s
+from ..cost.compute import backward_s, forward_s
 from ..cost.cost import CostModel
+from ..cost.device_kinds import slowed
 from ..cost.ownership import PositionClass, position_classes
 from ..schema.cluster import Cluster, Device, Node
 from ..schema.errors import InputError
 from ..schema.goal import Goal
 from ..schema.options import Decisions, Option
 from ..schema.plan import ScheduleName
-from ..schema.profile import ModelProfile, ShareProfile
+from ..schema.profile import ModelProfile
 from ..schema.record import Positive, Record, Seconds, Share
 from ..simulate.events import Span
 from ..simulate.rank_classes import simulate_decisions
@@ -146,13 +147,17 @@ def _part(model: CostModel, k: int, option: Option, kind: PositionClass, phase: 
     samples = kind.samples[option.layout]
     if samples is None:
         return 0.0
-    most = busiest_samples(model.counts, option.layout)
-    if phase == "update" or samples == most:
+    if phase == "update":
         return 1.0
-    unit, seconds = model.profile.units[k], forward_s if phase == "forward" else backward_s
-    whole = seconds(unit, option.style, option.layout.degree, most)
-    own = seconds(unit, option.style, option.layout.degree, samples)
-    return min(own / whole, 1.0) if whole else 1.0
+    seconds = forward_s if phase == "forward" else backward_s
+    most = zip(model.kinds, model.samples_by_kind(option.layout), strict=True)
+    device = next(one for one in model.kinds if kind.positions[0] in one.positions)
+
+    def took(profile: ModelProfile, count: int) -> float:
+        return seconds(profile.units[k], option.style, option.layout.degree, count)
+
+    whole = max(took(one.profile, count) for one, count in most)
+    return min(took(device.profile, samples) / whole, 1.0) if whole else 1.0
 
 
 # -- jobs ------------------------------------------------------------------------------------------
@@ -215,26 +220,6 @@ class BackgroundJob(NamedTuple):
     def samples_per_s(self) -> float:
         """What one device reaches alone."""
         return self.batch / self.step_s
-
-
-def slowed(profile: ModelProfile, slowdown: float) -> ModelProfile:
-    """The profile with all computing ``slowdown`` times as long."""
-    replace = msgspec.structs.replace
-
-    def of_share(share: ShareProfile) -> ShareProfile:
-        forward, backward = share.forward.scaled(slowdown), share.backward.scaled(slowdown)
-        return replace(share, forward=forward, backward=backward)
-
-    if slowdown == 1.0:
-        return profile
-    units = (
-        replace(unit, shares=tuple(of_share(share) for share in unit.shares))
-        for unit in profile.units
-    )
-    updates = (
-        replace(rate, seconds_per_byte=rate.seconds_per_byte * slowdown) for rate in profile.updates
-    )
-    return replace(profile, units=tuple(units), updates=tuple(updates))
 
 
 def shared_device_model(model: CostModel, slowdown: float) -> CostModel:

@@ -17,7 +17,8 @@ class Device(Record, frozen=True, kw_only=True):
     ``host_bytes_per_s`` is one direction of its link to the host's memory, measured or declared;
     without it nothing can be offloaded. ``reserve_bytes`` is what of its memory tensors cannot
     have: a GPU's context, buffers of NCCL, workspaces of libraries, and what the allocator's blocks
-    leave unused.
+    leave unused. ``relative_speed`` is how many times as fast as the device of a profile it
+    computes, where the profile has no times of its node.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Device(Record, frozen=True, kw_only=True):
     memory_bytes_per_s: Positive | None = None
     host_bytes_per_s: Positive | None = None
     reserve_bytes: Bytes = 0
+    relative_speed: Positive = 1.0
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -4,8 +4,10 @@ from typing import Literal
 
 import msgspec
 
+from .errors import InputError
 from .goal import Goal
 from .layout import Layout, Style
+from .local_batches import local_batches
 from .local_steps import LocalSteps
 from .precision import Precision
 from .profile import UnitKind, check_batch_dims
@@ -187,7 +189,8 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     that would fit in memory. With ``local_steps`` each host trains by itself and hosts average what
     they have learnt now and then: gradients are exchanged inside hosts only, and the prediction's
     step is the mean over a round. ``reserve_bytes`` is what was taken off a device's memory (the
-    most of one), where that is the limit.
+    most of one), where that is the limit. ``local_batch_sizes`` are the samples of each position
+    where devices are unequal; else none are listed, and shares are even.
     """
 
     schema_version: int = 2
@@ -200,6 +203,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     message_bytes: Count = 25 * 2**20
     schedule: ScheduleName = "barrier"
     placement: tuple[Index, ...]
+    local_batch_sizes: tuple[Index, ...] = ()
     units: tuple[UnitPlan, ...]
     local_steps: LocalSteps | None = None
     prediction: Prediction
@@ -229,10 +233,43 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
             raise ValueError("a unit is listed twice")
         if self.local_steps is not None:
             self.local_steps.check(self.world_size, len(self.units))
+        self._check_local_batches()
+
+    def _check_local_batches(self) -> None:
+        sizes = self.local_batch_sizes
+        if not sizes:
+            return
+        shown = ", ".join(map(str, sizes))
+        if len(sizes) != self.world_size or sum(sizes) != self.goal.batch:
+            raise ValueError(
+                f"local_batch_sizes {shown} are not the {self.goal.batch} samples of a batch over "
+                f"{self.world_size} ranks"
+            )
+        if self.local_steps is not None:
+            raise ValueError(
+                f"local_batch_sizes {shown} and local steps do not go together: hosts that train "
+                "apart weigh alike in what they average, so they have equal shares"
+            )
 
     def unit(self, name: str) -> UnitPlan:
         """The decision for the unit of that name."""
         return next(u for u in self.units if u.name == name)
+
+    def local_batch_size(self, rank: int, batch: int | None = None) -> int:
+        """The samples that ``rank`` is to be fed in a step, in all micro-batches: of the goal's
+        batch, or of one of another size (a data set's last one)."""
+        if not 0 <= rank < self.world_size:
+            raise InputError(
+                f"the plan has no rank {rank}: name one from 0 to {self.world_size - 1}"
+            )
+        whole = self.goal.batch if batch is None else batch
+        return self.local_batches(whole)[self.placement.index(rank)]
+
+    def local_batches(self, batch: int) -> tuple[int, ...]:
+        """The samples of each position in a batch of another size, shared out in the same
+        proportion (even where the plan lists no sizes): the first positions get one more where it
+        does not divide."""
+        return local_batches(batch, self.world_size, self.local_batch_sizes)
 
     @property
     def inside_host(self) -> "Plan":

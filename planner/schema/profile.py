@@ -245,6 +245,26 @@ class CompressionRate(Record, frozen=True, kw_only=True):
     received_seconds_per_byte: Seconds = 0.0
 
 
+class UnitTimes(Record, frozen=True, kw_only=True):
+    """What the unit of that ``name`` takes on other nodes: its shares as measured there."""
+
+    name: str
+    shares: tuple[ShareProfile, ...]
+
+
+class NodeTimes(Record, frozen=True, kw_only=True):
+    """What a model takes on other ``nodes`` of a cluster, whose devices are quicker or slower than
+    the profile's own: all ``units`` in their order, and rates as in ``ModelProfile``. Their times
+    are used; memory stays that of the profile's own device."""
+
+    nodes: tuple[str, ...]
+    device: str
+    units: tuple[UnitTimes, ...]
+    step: Curve | None = None
+    updates: tuple[UpdateRate, ...] = ()
+    compression: tuple[CompressionRate, ...] = ()
+
+
 class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     """A model's units as a directed acyclic graph, measured on one device.
 
@@ -254,7 +274,9 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     which the sum of units is compared, and ``spread`` how far repetitions of it lay apart.
     ``pieces`` are what segments that are recomputed can be
     made of. ``dtype`` is that of the parameters, and ``precision`` how the model computed (none:
-    as it was built). ``calibrated`` says what was corrected since, by runs.
+    as it was built). ``node_times`` are of nodes whose devices are quicker or slower; what it does
+    not name is like the profile's own device. ``calibrated`` says what was corrected since, by
+    runs.
     """
 
     schema_version: int = 2
@@ -274,6 +296,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     updates: tuple[UpdateRate, ...] = ()
     compression: tuple[CompressionRate, ...] = ()
     origin: Origin = "measured"
+    node_times: tuple[NodeTimes, ...] = ()
     calibrated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -296,6 +319,14 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         # The model's ends have the layout (W, 1): what can be decided lies between them.
         if not names or self.units[0].kind != "input" or self.units[-1].kind != "output":
             raise ValueError("units must begin with the model's input and end with its output")
+        for times in self.node_times:
+            if [u.name for u in times.units] != names:
+                where = ", ".join(times.nodes)
+                raise ValueError(f"node_times of {where} are of other units than the profile's")
+        listed = [node for times in self.node_times for node in times.nodes]
+        if len(set(listed)) != len(listed):
+            twice = next(n for n in listed if listed.count(n) > 1)
+            raise ValueError(f"node_times lists node {twice!r} twice")
 
     def unit(self, name: str) -> UnitProfile:
         """The unit of that name."""

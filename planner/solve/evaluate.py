@@ -12,9 +12,10 @@ from typing import NamedTuple
 import msgspec
 
 from ..cost.budget import gpu_seconds, idle_s, unit_s
+from ..cost.compute import busiest_samples
 from ..cost.cost import BUCKET_BYTES, CostModel
-from ..cost.ownership import position_classes
-from ..cost.step_time import Chain
+from ..cost.ownership import group_samples, position_classes
+from ..cost.step_time import Chain, blocking_s
 from ..memory.reserved import reserved_bytes
 from ..memory.timeline import MemoryPoint, PositionMemory, moment_of, peak_bytes, timeline
 from ..memory.unit_memory import memory_of
@@ -22,6 +23,7 @@ from ..schema.capability import PLAIN, Capability
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.goal import Goal
+from ..schema.layout import Layout
 from ..schema.options import Decisions, Option
 from ..schema.plan import Moment, Plan, Prediction, Provenance, Status, UnitPlan
 from ..schema.profile import ModelProfile
@@ -112,14 +114,40 @@ def evaluation(
     units = model.profile.units
     if len(decisions) != len(units):
         raise InputError(f"{len(decisions)} decisions for {len(units)} units: give one for each")
-    chain = model.chain(decisions)
     # What is waited for is the slowest rank.
     factor = slowest_of(model.world_size, model.profile.spread)
-    step = step_of(model, decisions, chain, schedule)
-    result = simulate_decisions(model, decisions, step, slowest=factor)
+    chain, step, result = max(
+        (_simulated(each, decisions, schedule, factor) for each in _seen_by(model, decisions)),
+        key=lambda found: found[-1].step_s,
+    )
     memory = rank_memory(model, decisions)
     prediction = _prediction(model, decisions, step, result, factor, memory)
     return Evaluation(model, decisions, chain, step, result, memory, prediction)
+
+
+def _seen_by(model: CostModel, decisions: Decisions) -> Sequence[CostModel]:
+    """The costs as those ranks see them of which each may be the slowest in a step."""
+    if len(model.kinds) == 1:
+        return (model,)
+    # Where ranks wait for each other inside forward and backward, each unit takes as long as on its
+    # slowest rank. Else only sums over units matter, and a rank that is slow in one may be quick in
+    # another: see [Note: Shares of unequal devices] in local_batches.py.
+    waits = any(option.layout.degree > 1 for option in decisions) or any(
+        option.layout.size < model.world_size or option.early_release or option.gathers
+        for option in decisions
+    )
+    chain = model.chain(decisions)
+    if waits or blocking_s(chain):
+        return (model,)
+    return tuple(map(model.of_kind, model.kinds))
+
+
+def _simulated(
+    model: CostModel, decisions: Decisions, schedule: ScheduleName, factor: float
+) -> tuple[Chain, Step, Simulation]:
+    chain = model.chain(decisions)
+    step = step_of(model, decisions, chain, schedule)
+    return chain, step, simulate_decisions(model, decisions, step, slowest=factor)
 
 
 def rank_memory(model: CostModel, decisions: Decisions) -> tuple[RankMemory, ...]:
@@ -208,6 +236,30 @@ def limits_bytes(model: CostModel) -> tuple[int, ...]:
     return tuple(devices[rank].usable_bytes for rank in model.placement)
 
 
+class BindingRank(NamedTuple):
+    """The rank by whose memory a search judges all: its position, or None for one that is in the
+    fullest group of every layout and has the least memory; and what it has."""
+
+    position: int | None
+    limit_bytes: int
+
+    def samples(self, model: CostModel, layout: Layout) -> int:
+        """Samples of its group."""
+        own = None if self.position is None else group_samples(model.counts, layout)[self.position]
+        return busiest_samples(model.counts, layout) if own is None else own
+
+
+def binding_rank(model: CostModel) -> BindingRank:
+    """The rank whose memory is short first."""
+    limits = limits_bytes(model)
+    # With even shares a search may take the fullest group and the least memory for one rank's. With
+    # planned ones the rank of least memory has fewest samples for that.
+    if not model.local_batch_sizes:
+        return BindingRank(None, min(limits))
+    position = excess(model, rank_memory(model, model.baseline)).position
+    return BindingRank(position, limits[position])
+
+
 def excess(model: CostModel, memory: Sequence[RankMemory]) -> Excess:
     """Where memory is tightest."""
     limits = limits_bytes(model)
@@ -231,16 +283,18 @@ def make_plan(
     *,
     schedule: ScheduleName = "barrier",
     message_bytes: int = BUCKET_BYTES,
+    local_batch_sizes: Sequence[int] = (),
     executor: Capability = PLAIN,
 ) -> Plan:
     """The Plan of those decisions with its prediction and that of plain data parallelism.
 
-    What ``executor`` cannot run is listed in the plan as hypothetical.
+    ``local_batch_sizes`` are the samples of each position (none given: even shares). What
+    ``executor`` cannot run is listed in the plan as hypothetical.
     """
     model = CostModel(
         profile, cluster, goal, micro_batches=micro_batches,
         placement=tuple(placement) if placement else None, message_bytes=message_bytes,
-        sliced=schedule == "priority",
+        sliced=schedule == "priority", local_batch_sizes=tuple(local_batch_sizes),
     )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
     return plan_by(model, chosen, schedule, executor)
@@ -271,6 +325,7 @@ def plan_by(
         message_bytes=model.message_bytes,
         schedule=schedule,
         placement=model.placement,
+        local_batch_sizes=model.local_batch_sizes,
         units=tuple(_unit_plan(ours, k) for k in range(len(decisions))),
         prediction=_with_reserved(ours),
         baseline=plain.prediction,
@@ -316,6 +371,7 @@ def _baseline(model: CostModel, schedule: ScheduleName) -> Evaluation:
             model.profile, model.cluster, model.goal, micro_batches=model.micro_batches,
             message_bytes=size, sliced=name == "priority",
         )  # fmt: skip
+        # With even shares, as DistributedDataParallel and its samplers have them.
         found.append(evaluation(plain, plain.baseline, schedule=name))
     return min(found, key=lambda done: done.prediction.step_s)
 

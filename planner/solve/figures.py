@@ -12,14 +12,14 @@ between all states of their ends at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import numpy as np
 import numpy.typing as npt
 
 from ..cost.budget import idle_s
 from ..cost.collectives import Fabric
-from ..cost.compute import Quantity, busiest_samples
+from ..cost.compute import Quantity
 from ..cost.cost import CostModel
 from ..cost.ownership import TensorPlacement, group_samples, input_placement, output_placement
 from ..cost.redistribution import (
@@ -50,6 +50,10 @@ side by side at its source as the gradient comes back, and those that its target
 Sizes = tuple[float, float, int]
 """An edge's bytes per sample, those of its gradient, and its features."""
 
+_MEASURED_SECONDS: tuple[tuple[str, Quantity], ...] = (
+    ("forward", lambda s: s.forward),
+    ("backward", lambda s: s.backward),
+)
 _MEASURED_BYTES: tuple[tuple[str, Quantity], ...] = (
     ("saved", lambda s: s.saved),
     ("map_gradients", lambda s: s.gradient),
@@ -65,7 +69,7 @@ class UnitFigures:
         self.model, self.memory, self.position = model, memory, position
         self._samples: dict[Layout, int | None] = {}
         self._of_shape: dict[object, Reals] = {}
-        self._readers: dict[tuple[State, ...], tuple[CurveReader, CurveReader]] = {}
+        self._readers: dict[tuple[State, ...], tuple[list[CurveReader], CurveReader]] = {}
 
     def samples(self, layout: Layout) -> int | None:
         """Samples of the position's group, None where it takes no part."""
@@ -100,8 +104,10 @@ class UnitFigures:
             return self._of_shape[key]
         unit, found = self.model.profile.units[k], self._of_shape[key].copy()
         busiest, here = self._readers_of(states)
-        found[:, AT["forward"]] = busiest.values(unit, lambda s: s.forward)
-        found[:, AT["backward"]] = busiest.values(unit, lambda s: s.backward)
+        there = [kind.profile.units[k] for kind in self.model.kinds]
+        for name, seconds in _MEASURED_SECONDS:
+            read = (r.values(u, seconds) for r, u in zip(busiest, there, strict=True))
+            found[:, AT[name]] = reduce(np.maximum, read)
         for name, quantity in _MEASURED_BYTES:
             found[:, AT[name]] = here.values(unit, quantity, divides=False)
         self._write_idle(found, states)
@@ -147,7 +153,9 @@ class UnitFigures:
         host_bytes_per_s = self.model.host_bytes_per_s
         assert host_bytes_per_s is not None, "offered only where the rate is known"
         busiest, _ = self._readers_of(states)
-        copy_s = busiest.values(unit, lambda s: s.saved, divides=False) / host_bytes_per_s
+        # Of those of all kinds of devices the one with most samples copies most.
+        saved = (reader.values(unit, lambda s: s.saved, divides=False) for reader in busiest)
+        copy_s = reduce(np.maximum, saved) / host_bytes_per_s
         found[:, AT["forward"]] += copy_s
         found[:, AT["backward"]] += copy_s
         found[:, AT["offloaded"]] = plain[:, AT["saved"]]
@@ -182,13 +190,14 @@ class UnitFigures:
         summed = self.model.summed_bytes[k]
         return sizes, unit.state_bytes, unit.batch_statistics, unit.statistics_bytes, out, summed
 
-    def _readers_of(self, states: tuple[State, ...]) -> tuple[CurveReader, CurveReader]:
-        """Readers of curves at the busiest group's samples, and at this position's."""
+    def _readers_of(self, states: tuple[State, ...]) -> tuple[list[CurveReader], CurveReader]:
+        """Readers of curves at the samples of the busiest group of each kind of device, and at this
+        position's."""
         if states not in self._readers:
-            counts = self.model.counts
-            busiest = [float(busiest_samples(counts, layout)) for layout, _ in states]
+            by_state = (self.model.samples_by_kind(layout) for layout, _ in states)
+            busiest = [CurveReader(states, each) for each in zip(*by_state, strict=True)]
             here = [float(self.samples(layout) or 0) for layout, _ in states]
-            self._readers[states] = CurveReader(states, busiest), CurveReader(states, here)
+            self._readers[states] = busiest, CurveReader(states, here)
         return self._readers[states]
 
 

@@ -102,6 +102,7 @@ def _of_host(problem: Problem) -> Problem:
         capability=host_capability(problem.capability),
         placement=None,
         explains=False,
+        even=True,
         progress=None,
     )
 

@@ -19,6 +19,7 @@ from ..schema.options import Decisions
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..simulate.schedule import ScheduleName
+from .local_batches import with_balanced_batches
 
 ResultStatus = Literal["optimal", "feasible", "heuristic", "infeasible"]
 Progress = Callable[[str, float], None]
@@ -34,7 +35,8 @@ class Problem:
     With ``any_schedule`` the better one is chosen, else ``schedule`` is given. ``shard_if_needed``
     shards the exchange only where nothing fits without, or that is clearly quicker. Among plans
     whose objective is within ``tie_tolerance`` of the best (a share) the simpler is taken. Where
-    nothing fits, the answer ``explains`` why, which takes seconds."""
+    nothing fits, the answer ``explains`` why, which takes seconds. With ``even`` all ranks get
+    equal shares of the batch, however fast they are."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -48,6 +50,7 @@ class Problem:
     message_bytes: int = BUCKET_BYTES
     tie_tolerance: float = 0.01
     explains: bool = True
+    even: bool = False
     # A problem is the same whoever is told how far it is.
     progress: Progress | None = field(default=None, compare=False)
 
@@ -74,8 +77,8 @@ class Problem:
         placement: tuple[int, ...] | None = None,
     ) -> CostModel:
         """The costs for one number of micro-batches and one size of slices or buckets; what is not
-        given is the problem's own."""
-        return CostModel(
+        given is the problem's own. Unequal devices share the batch out by their speed."""
+        made = CostModel(
             self.profile,
             self.cluster,
             self.goal,
@@ -84,6 +87,7 @@ class Problem:
             message_bytes=self.message_bytes if message_bytes is None else message_bytes,
             sliced=self.schedule == "priority",
         )
+        return made if self.even else with_balanced_batches(made, self.schedule)
 
     def cost_models(self) -> Iterator[CostModel]:
         """A cost model for each number of micro-batches and each size of slices or buckets."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ..schema.errors import InputError
 from ..schema.pins import no_such_unit, spelled_out
+from .even import even_if_quicker
 from .heuristic.branches import side_by_side
 from .heuristic.least_memory import nothing_fits
 from .heuristic.schedules import any_schedule, offloads, shard_if_needed, widest, without_offload
@@ -69,13 +70,16 @@ def solvers() -> tuple[str, ...]:
 #                     without is kept unless it is clearly quicker with its exchange sharded.
 #
 # Each of these is one search by one solver, and what follows it can only make its plan better:
-# branches side by side, then segments. If memory rules out every plan (``least_memory``), no search
-# is made. If none of them has a plan, one report covers them all (``heuristic.infeasible``).
+# branches side by side, then segments, then even shares of the batch where devices are unequal and
+# units are divided ([Note: Shares of unequal devices]). If memory rules out every plan
+# (``least_memory``), no search is made. If none of them has a plan, one report covers them all
+# (``heuristic.infeasible``).
 #
 # [Note: What is proved]
 # The integer program proves its objective, and the Lagrangian a bound on it, over all options of
 # the problem that they were given: one schedule, the allowances of that search, layouts that begin
-# at position 0, units that are recomputed one by one. Choosing between the searches above is a
+# at position 0, units that are recomputed one by one, and the shares of the batch that its cost
+# model has. Choosing between the searches above is a
 # prediction, not a proof. A plan that branches or segments made better, or one with local steps,
 # has status ``heuristic``.
 # A report that nothing fits is a proof where it says "at least"; "enough" was tried only.
@@ -125,7 +129,7 @@ def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -
         found = _without_needless_offload(one, chosen, time_limit_s)
         if one.capability.branches:
             found = side_by_side(one, found)
-        found = quicker_in_segments(one, found, time_limit_s)
+        found = even_if_quicker(one, quicker_in_segments(one, found, time_limit_s))
         return found._replace(reason="; ".join(r for r in (reason, found.reason) if r))
 
     result, every = None, widest(problem)

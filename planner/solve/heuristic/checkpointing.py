@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...cost.compute import busiest_samples
 from ...cost.cost import CostModel
 from ...cost.step_time import Vector
 from ...memory.checkpoint_segments import any_segment, possible_segments
@@ -32,7 +31,7 @@ from ...schema.options import Decisions, Option
 from ...schema.plan import MemoryPolicy, Plan
 from ..answer import choice
 from ..choices import may_have
-from ..evaluate import limits_bytes
+from ..evaluate import binding_rank
 from ..problem import Problem
 from .space import OptionSpace
 
@@ -90,7 +89,8 @@ class Checkpointing:
             option._replace(memory="keep" if unit.fixed else option.memory, segment=())
             for unit, option in zip(model.profile.units, decisions, strict=True)
         )
-        self._samples = {o.layout: busiest_samples(model.counts, o.layout) for o in self.decisions}
+        binding = binding_rank(model)
+        self._samples = {o.layout: binding.samples(model, o.layout) for o in self.decisions}
         self._moved = np.array([
             self.memory.moved(k, self.decisions, self._samples[o.layout])
             for k, o in enumerate(self.decisions)
@@ -298,7 +298,7 @@ def fits_in_segments(problem: Problem, model: CostModel) -> bool:
     """Whether data parallelism under some policies keeps all limits with segments."""
     if not has_segments(problem):
         return False
-    limit = min(limits_bytes(model))
+    limit = binding_rank(model).limit_bytes
     for start in plain_starts(problem, model):
         found = Checkpointing(model, start, problem.capability).fitting(limit)
         if found is not None and choice(model, found, problem.schedule).feasible:

@@ -19,7 +19,7 @@ from ...cost.cost import CostModel
 from ...schema.options import Decisions, segments_of
 from ..answer import Choice, answer, choice
 from ..choices import may_have
-from ..evaluate import evaluation, limits_bytes
+from ..evaluate import binding_rank, evaluation
 from ..problem import Problem, Result
 from .checkpointing import Checkpointing, has_segments, limited_by_memory, plain_starts
 from .space import BETTER
@@ -80,7 +80,7 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
         if i and time.perf_counter() > end:
             break
         problem.report("recomputing in segments", min(i / 10, 0.9))
-        limit = min(limits_bytes(model))
+        limit = binding_rank(model).limit_bytes
         chosen = Checkpointing(model, start, problem.capability).quickest(limit)
         if chosen is None:
             continue

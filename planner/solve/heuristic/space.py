@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost.budget import gpu_seconds, overdrawn
-from ...cost.compute import busiest_samples
 from ...cost.cost import CostModel
 from ...cost.step_time import barrier_step, priority_step
 from ...memory.timeline import peak_bytes
@@ -24,7 +23,7 @@ from ...schema.layout import Layout
 from ...schema.options import Decisions, Option, ties_agree
 from ...simulate.schedule import ScheduleName, bucketed_s
 from ..choices import all_options, layouts_of
-from ..evaluate import limits_bytes
+from ..evaluate import binding_rank, limits_bytes
 
 ROUNDING = 1e-9
 BETTER = 1 - 1e-6
@@ -130,7 +129,8 @@ class ScoredDecisions:
     def __init__(self, space: OptionSpace, schedule: ScheduleName) -> None:
         self.space, self.model, self.schedule = space, space.model, schedule
         self.memory = memory_of(self.model)
-        self.limit_bytes = min(limits_bytes(self.model))
+        self.binding = binding_rank(self.model)
+        self.limit_bytes = self.binding.limit_bytes
         self.decisions: list[Option] = list(space.start)
         self.chain = self.model.chain(self.decisions)
         self._samples: dict[Layout, int] = {}
@@ -140,11 +140,12 @@ class ScoredDecisions:
         self.evaluations = 0
 
     def samples(self, layout: Layout) -> int:
-        """Samples of the fullest group."""
+        """Samples of the group by whose memory is judged."""
         # One rank stands for all: one that is in the fullest group of every layout. Where all ranks
-        # take part that is such as the one at position 0; elsewhere no rank is fuller.
+        # take part that is such as the one at position 0; elsewhere no rank is fuller. Where shares
+        # of the batch are planned it is the one that is short of memory first.
         if layout not in self._samples:
-            self._samples[layout] = busiest_samples(self.model.counts, layout)
+            self._samples[layout] = self.binding.samples(self.model, layout)
         return self._samples[layout]
 
     def _memory(self, k: int) -> tuple[float, ...]:

@@ -30,7 +30,7 @@ from ...memory.rows import rows
 from ...schema.options import Decisions
 from ..answer import Choice, answer, choice
 from ..choices import all_may_have
-from ..evaluate import limits_bytes
+from ..evaluate import binding_rank, limits_bytes
 from ..heuristic import splits
 from ..heuristic.bursts import LIMITS, greedy
 from ..heuristic.heuristic import Heuristic
@@ -209,8 +209,10 @@ def search_part(
 def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     """The tables and limits of a problem for one cost model, as the position with the tightest
     memory sees them; None where a unit has no option."""
-    limits = limits_bytes(model)
-    position = min(range(len(limits)), key=lambda p: (limits[p], p))
+    limits, binding = limits_bytes(model), binding_rank(model)
+    position = binding.position
+    if position is None:
+        position = min(range(len(limits)), key=lambda p: (limits[p], p))
     table = OptionTable(model, problem.capability, position)
     if not all(table.states):
         return None

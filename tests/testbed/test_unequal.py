@@ -1,0 +1,78 @@
+"""One host of two slowed to half of its core by a CPU quota: shares of the batch by the hosts'
+measured times against even shares. Two minutes; ``-s`` prints the figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from meshwright.cli import app as cli
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.schema.record import load
+
+from benchmarks.testbed import Bed, missing, missing_quota
+
+LACKING = missing() or missing_quota()
+pytestmark = [
+    pytest.mark.skipif(LACKING is not None, reason=str(LACKING)),
+    pytest.mark.timeout(500),
+    pytest.mark.slow,
+]
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "unequal.py"
+SHARE = 0.5
+TRIES = 2
+"""Other work on the machine makes hosts unequal in another way; it disturbs a try, and not all."""
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    with Bed(2, 1000.0) as bed:
+        bed.slow(bed.hosts[1], SHARE)
+        program = [str(PROGRAM), "--slow", str(SHARE), "--models", "gpt-mini"]
+        cache = {"MESHWRIGHT_CACHE": str(folder)}
+        done = bed.launch(program, timeout_s=230, environment=cache)
+    assert [d.returncode for d in done] == [0, 0], [d.stderr[-1500:] for d in done]
+    (row,) = json.loads(done[0].stdout.splitlines()[-1])["rows"]
+    return row  # type: ignore[no-any-return]
+
+
+def test_planned_shares_are_quicker_and_predicted(tmp_path: Path) -> None:
+    for number in range(TRIES):
+        row = figures(tmp_path / str(number))
+        print(json.dumps(row))
+        assert len(row["shares"]) == 2, "the hosts were not told apart"
+        fast, slow = row["shares"]
+        good = row["times_as_fast"] >= 1.25 and abs(row["predicted_over_measured"] - 1) <= 0.1
+        if good:
+            break
+    assert fast > slow
+    assert sum(row["shares"]) == row["batch"]
+    assert row["times_as_fast"] >= 1.25
+    assert row["predicted_over_measured"] == pytest.approx(1, abs=0.1)
+
+
+def test_commands_on_each_host_find_the_slow_one(tmp_path: Path, monkeypatch: Any) -> None:
+    """``probe`` and ``profile`` under torchrun, then ``plan`` from their files."""
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    profile, cluster, plan = (tmp_path / f"{n}.json" for n in ("profile", "cluster", "plan"))
+    with Bed(2, 1000.0) as bed:
+        bed.slow(bed.hosts[1], SHARE)
+        for arguments in (
+            ["probe", "-o", str(cluster)],
+            ["profile", "vgg11-32", "--batches", "4,8,16,32", "-o", str(profile)],
+        ):
+            done = bed.launch(["-m", "meshwright", *arguments], timeout_s=150)
+            assert [d.returncode for d in done] == [0, 0], [d.stderr[-1500:] for d in done]
+            # Both hosts have measured, and one of them tells.
+            assert done[0].stdout.strip()
+            assert not done[1].stdout.strip()
+    (quick,) = load(ModelProfile, profile).node_times
+    assert quick.nodes == ("host0",)
+    asked = ("plan", profile, "-c", cluster, "--batch", 48, "--pin", "*=2x1", "-o", plan)
+    assert cli.run([str(word) for word in asked]) == 0
+    fast, slow = load(Plan, plan).local_batch_sizes
+    assert fast + slow == 48
+    assert 1.4 < fast / slow < 3

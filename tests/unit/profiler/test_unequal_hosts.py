@@ -1,0 +1,69 @@
+"""One profile of what the ranks of several hosts have measured."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from meshwright.planner.cost.device_kinds import slowed
+from meshwright.planner.schema.cluster import Cluster
+from meshwright.planner.schema.curve import Curve
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.profiler.catalogue import catalogued_device, describe_cluster
+from meshwright.profiler.sessions import joined_profile, profile_for
+
+from tests.strategies import chain_profile, linear
+
+
+def measured(times: float) -> msgspec.Struct:
+    """A profile of a host that takes so many times as long."""
+    made = chain_profile([linear("fc", 8, 8, 1e-3)])
+    step = Curve(x=(1.0, 2.0), y=(3e-3, 6e-3))
+    return slowed(msgspec.structs.replace(made, step=step), times)
+
+
+def test_the_slowest_rank_of_each_kind_of_host_tells() -> None:
+    hosts = ("a", "a", "b", "b", "c")
+    profiles = [measured(t) for t in (1.0, 1.05, 2.0, 2.1, 1.1)]
+    found = joined_profile(hosts, profiles)
+    assert msgspec.structs.replace(found, node_times=()) == profiles[3]
+    # Hosts a and c differ by less than noise: the slower of them stands for both.
+    (quick,) = found.node_times
+    assert quick.nodes == ("c", "a")
+    assert quick.units[1].shares == profiles[4].units[1].shares
+    assert quick.step == profiles[4].step
+
+
+def test_equal_hosts_have_one_profile() -> None:
+    profiles = [measured(t) for t in (1.0, 1.15, 1.1)]
+    assert joined_profile(("a", "b", "a"), profiles) == profiles[1]
+    # On one host nobody is quicker, however far its ranks lie apart.
+    assert joined_profile(("a", "a"), [measured(1.0), measured(3.0)]) == measured(3.0)
+
+
+def mixed(*names: str) -> Cluster:
+    made = describe_cluster(device="t4", nodes=len(names), inter_gbit_s=100)
+    nodes = tuple(
+        msgspec.structs.replace(node, devices=(catalogued_device(name),))
+        for node, name in zip(made.nodes, names, strict=True)
+    )
+    return msgspec.structs.replace(made, nodes=nodes)
+
+
+def test_a_cluster_of_several_catalogued_devices_is_estimated_for_each() -> None:
+    found = profile_for("mlp", mixed("a100-sxm-40gb", "t4"), Goal(batch=64), None, None)
+    assert found.device == "a100-sxm-40gb"
+    (slow,) = found.node_times
+    assert (slow.nodes, slow.device) == (("node1",), "t4")
+    own, there = (
+        sum(u.shares[0].forward(32) for u in units) for units in (found.units, slow.units)
+    )
+    assert own < there
+
+
+def test_of_devices_that_are_not_known_profiles_are_asked_for() -> None:
+    device = msgspec.structs.replace(catalogued_device("t4"), name="home-made")
+    there = mixed("t4", "t4")
+    nodes = (there.nodes[0], msgspec.structs.replace(there.nodes[1], devices=(device,)))
+    with pytest.raises(InputError, match="--profile-of NODE=FILE"):
+        profile_for("mlp", msgspec.structs.replace(there, nodes=nodes), Goal(batch=64), None, None)
