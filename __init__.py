@@ -21,7 +21,9 @@ if TYPE_CHECKING:
         plan,
         probe,
         profile,
+        report,
         sizes,
+        trace,
         verify,
     )
     from .cli.demonstration import demo
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from .executor.launch.background import Background
     from .executor.launch.hosts.settings import Hosts
     from .executor.launch.restarts import Restarts
+    from .executor.launch.training_progress import TrainingProgress, progress
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
         agreed_state_dict,
@@ -55,11 +58,12 @@ __version__ = "0.1.0"
 _HOMES = {
     ".api": (
         "advise auto_parallelize calibrate compare compare_losses describe_cluster explain "
-        "front launch multiplex plan probe profile sizes verify"
+        "front launch multiplex plan probe profile report sizes trace verify"
     ),
     ".executor.launch.background": "Background",
     ".executor.launch.hosts.settings": "Hosts",
     ".executor.launch.restarts": "Restarts",
+    ".executor.launch.training_progress": "TrainingProgress progress",
     ".cli.demonstration": "demo",
     ".executor.checkpoint.checkpoint": "Checkpoint checkpoint",
     ".executor.checkpoint.weights": "export load_model save_model",
@@ -96,6 +100,7 @@ __all__ = [
     "Restarts",
     "RunError",
     "RunReport",
+    "TrainingProgress",
     "Workload",
     "advise",
     "agreed_state_dict",
@@ -124,9 +129,12 @@ __all__ = [
     "plan",
     "probe",
     "profile",
+    "progress",
+    "report",
     "save",
     "save_model",
     "sizes",
+    "trace",
     "verify",
 ]
 

@@ -17,16 +17,19 @@ from .planner.explain import advice, calibration, why
 from .planner.explain import compare as comparing
 from .planner.explain import local_steps as hosts_apart
 from .planner.explain import memory_timeline as timelines
+from .planner.explain import step_trace as traces
 from .planner.explain import what_if as changes
 from .planner.explain.advice import Advice
 from .planner.explain.calibration import Calibration
 from .planner.explain.compare import Comparison
+from .planner.explain.curves import what_if_curves
 from .planner.explain.front import Front, described_front
 from .planner.explain.memory_timeline import MemoryTimeline
 from .planner.explain.what_if import Sizes
 from .planner.explain.why import Explanation, StepBottleneck
 from .planner.multiplex.jobs import Assumptions
-from .planner.multiplex.report import ClusterReport, report
+from .planner.multiplex.report import ClusterReport
+from .planner.multiplex.report import report as cluster_report
 from .planner.multiplex.report import trace as trace_of
 from .planner.multiplex.simulation import simulate_plans
 from .planner.schema import cache
@@ -38,6 +41,7 @@ from .planner.schema.plan import Plan
 from .planner.schema.precision import check_precision
 from .planner.schema.profile import ModelProfile
 from .planner.schema.record import write_whole
+from .planner.schema.recorded import RecordedSteps
 from .planner.schema.report import RunReport
 from .planner.solve.local_steps import plan_of_host, refuse_local_steps
 from .planner.solve.problem import Problem, Relaxation
@@ -354,6 +358,77 @@ def memory_timeline(
     return timelines.memory_timeline(plan, made, there)
 
 
+def trace(
+    plan: Plan,
+    path: str | Path,
+    profile: ModelProfile | None = None,
+    cluster: Cluster | None = None,
+) -> str:
+    """Writes the timeline of a step under a plan, as it is predicted, in Chrome's Trace Event
+    Format: a process for each rank. Returns a sentence that says where. The profile and the cluster
+    are found as for ``explain``."""
+    return _write_trace(plan, path, *made_from(plan, profile, cluster))
+
+
+def _write_trace(
+    plan: Plan,
+    path: str | Path,
+    profile: ModelProfile | None,
+    cluster: Cluster | None,
+    recorded: Sequence[RecordedSteps] = (),
+) -> str:
+    predicted, missing = None, ""
+    if profile is not None and cluster is not None:
+        predicted = traces.predicted_step(plan, profile, cluster)
+    else:
+        missing = ", without what is predicted: this machine has not made the plan"
+    write_whole(path, traces.step_trace(plan, predicted, recorded))
+    return f"trace written to {path}{missing}; https://ui.perfetto.dev opens it"
+
+
+def _known(plan: Plan) -> tuple[ModelProfile | None, Cluster | None]:
+    """What a plan was made from, where it is found by its fingerprint."""
+    made = plan.provenance
+    return cache.get(ModelProfile, made.profile), cache.get(Cluster, made.cluster)
+
+
+def report(
+    plan: Plan,
+    path: str | Path,
+    profile: ModelProfile | None = None,
+    cluster: Cluster | None = None,
+    *,
+    result: RunReport | None = None,
+    what_if: bool = True,
+    time_limit_s: float = 15.0,
+    progress: Step | None = None,
+) -> None:
+    """Writes all that is known of a plan as one HTML page, which needs neither a network nor a
+    script: decisions, step, memory, the map of ranks, the timeline, and what other links, limits
+    and numbers of ranks would give (``what_if``, for which there are ``time_limit_s``).
+
+    ``result`` is what ``launch`` has measured of this plan. The profile and the cluster are found
+    as for ``explain``. Raises ``InputError``, also for the result of another plan.
+    """
+    from .cli.render.page import PageContents, page
+
+    check_time_limit(time_limit_s)
+    made, there = made_from(plan, profile, cluster)
+    why.check_belongs(plan, made, there)
+    if result is not None:
+        calibration.check_result_of(plan, result)
+    curves = None
+    if what_if:
+        problem = problem_of(plan, made, there, CAPABILITY)
+        told = shown(progress) or (lambda doing, share: None)
+        curves = what_if_curves(plan, problem, time_limit_s, told)
+    found = PageContents(
+        plan, made, there, bottleneck(plan, made, there), memory_timeline(plan, made, there),
+        traces.predicted_step(plan, made, there), curves, result,
+    )  # fmt: skip
+    write_whole(path, page(found).encode())
+
+
 def multiplex(
     plans: Sequence[Plan],
     backgrounds: Sequence[ModelProfile] = (),
@@ -396,7 +471,7 @@ def multiplex(
         from .cli.render.multiplexing import plot_cluster
 
         plot_cluster(run, Path(plot))
-    return report(run)
+    return cluster_report(run)
 
 
 def compare(first: Plan, second: Plan) -> Comparison:
@@ -509,6 +584,8 @@ def launch(
     checkpoint_every: int = 50,
     resume: bool = True,
     restarts: Restarts | int = 0,
+    progress: bool = True,
+    trace: str | Path | None = None,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunReport | None:
@@ -534,6 +611,11 @@ def launch(
     ``resume`` such a folder is refused. A run that loses a rank or a host is started again so many
     times as ``restarts`` says, from the latest checkpoint; ``Restarts`` has also on how few of
     ``hosts`` it may go on, under another plan.
+
+    ``progress`` is shown by rank 0 while it trains, on stderr. ``trace`` is a file for the
+    timelines of a few steps, as they are predicted and as ranks have recorded them (see ``trace``);
+    each of several hosts that were not started from here writes that of its own ranks, host n with
+    n behind the file's name.
     """
     from .executor.launch.background import Background
     from .executor.launch.hosts.elastic import launch_elastic
@@ -541,6 +623,8 @@ def launch(
     from .executor.launch.hosts.settings import counts_of
     from .executor.launch.launch import keeping_for, launch, ranks_for, ranks_of_hosts
     from .executor.launch.restarts import Restarts
+    from .executor.launch.timeline import LEAST_STEPS
+    from .executor.launch.training_progress import PROGRESS_VARIABLE
 
     again = Restarts(restarts) if isinstance(restarts, int) else restarts
     again.check(checkpoint, 0 if hosts is None else len(hosts.names), nodes)
@@ -549,6 +633,18 @@ def launch(
         if isinstance(background, str)
         else background
     )
+
+    def write_trace(found: list[RecordedSteps]) -> None:
+        assert trace is not None
+        path = Path(trace)
+        if node_rank:
+            path = path.with_stem(f"{path.stem}-{node_rank}")
+        if found:
+            say(_write_trace(plan, path, *_known(plan), found))
+        else:
+            say(f"no trace: fewer than {LEAST_STEPS} steps were made under the plan")
+
+    recorded = None if trace is None else write_trace
     if hosts is not None:
         if (nodes, node_rank, rendezvous) != (1, 0, None):
             raise InputError(
@@ -560,15 +656,17 @@ def launch(
             plan=plan, script=tuple(script), steps=steps, per_host=counts, timeout_s=timeout_s,
             quiet=quiet, background=background_job,
             checkpoint=None if checkpoint is None else str(checkpoint),
-            checkpoint_every=checkpoint_every, resume=resume,
+            checkpoint_every=checkpoint_every, resume=resume, progress=progress,
+            trace=trace is not None,
         )  # fmt: skip
         if again.wanted:
-            return launch_elastic(work, hosts, again, at_end, say)
-        return launch_over_ssh(work, hosts, at_end, say)
+            return launch_elastic(work, hosts, again, at_end, say, recorded)
+        return launch_over_ssh(work, hosts, at_end, say, recorded)
     # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
+    ranks = ranks.telling({PROGRESS_VARIABLE: "1" if progress else ""})
     keeping = keeping_for(checkpoint, checkpoint_every, resume=resume)
-    return launch(plan, script, steps, ranks, background_job, keeping, at_end, say, again)
+    return launch(plan, script, steps, ranks, background_job, keeping, at_end, say, again, recorded)
 
 
 def auto_parallelize(
@@ -628,6 +726,8 @@ def auto_parallelize(
     from .executor.launch.attribution import check_mean
     from .executor.launch.report import given_plan, record_run
     from .executor.launch.start import start_process_group
+    from .executor.launch.timeline import record_timeline
+    from .executor.launch.training_progress import progress, progress_asked
     from .executor.optimizer.kinds import optimizer_name, ready
     from .executor.optimizer.lazy import releases_not
     from .models.precision import set_precision, surrounding_precision
@@ -689,8 +789,11 @@ def auto_parallelize(
     # True allows lossy exchange in planning; how it is done is left to the defaults.
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
-    # Measures only where the launcher asked for a report.
+    # Each does something only where the launcher asked for it.
     record_run(model_, optimizer_)
+    record_timeline(model_, optimizer_)
+    if progress_asked():
+        progress(model_, optimizer_)
     return model_, optimizer_, chosen
 
 

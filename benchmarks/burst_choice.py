@@ -24,7 +24,6 @@ from meshwright.planner.multiplex.jobs import (
     Assumptions,
     BackgroundJob,
     shared_device_model,
-    timelines,
 )
 from meshwright.planner.multiplex.simulation import background_share
 from meshwright.planner.schema.capability import Capability
@@ -34,6 +33,7 @@ from meshwright.planner.schema.options import Decisions, Option, allowed
 from meshwright.planner.schema.plan import ScheduleName
 from meshwright.planner.simulate.schedule import bucketed_s
 from meshwright.planner.solve.answer import over_bytes
+from meshwright.planner.solve.device_timelines import timelines
 from meshwright.planner.solve.evaluate import evaluation
 from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy
 from meshwright.planner.solve.heuristic.space import OptionSpace, ScoredDecisions

@@ -17,6 +17,7 @@ from .launch import demo, export, launch, separate_script, verify
 from .measure import cluster, probe, profile
 from .multiplex import multiplex
 from .plan import compare, explain, plan
+from .report import report
 
 # The exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells have it.
 STOPPED = 130
@@ -34,7 +35,7 @@ app = typer.Typer(
 # In the order in which they are used: the help lists them so.
 for _verb in (
     profile, probe, cluster, advise, plan, explain, compare, multiplex, verify, launch, export,
-    calibrate, demo,
+    calibrate, report, demo,
 ):  # fmt: skip
     app.command(_verb.__name__)(_verb)
 

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from .. import api
 from ..executor.launch.processes import Ranks, new_folder
 from ..executor.launch.tasks import Task, run_task
+from ..executor.launch.training_progress import PROGRESS_VARIABLE
 from ..executor.launch.verify import Verification
 from ..models import target as targets
 from ..planner.schema.cluster import Cluster
@@ -127,7 +128,8 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> D
 
 
 def _run(task: Task, answer: type[RecordT], plan: Plan | None = None) -> RecordT:
-    found = run_task(task, Ranks(nproc=RANKS, timeout_s=TIMEOUT_S), answer, plan)
+    ranks = Ranks(nproc=RANKS, timeout_s=TIMEOUT_S, environment={PROGRESS_VARIABLE: "1"})
+    found = run_task(task, ranks, answer, plan)
     assert found is not None, "rank 0 is here"
     return found
 

@@ -77,7 +77,8 @@ def _dtype(name: str) -> Literal["float64", "float32", "own"]:
 
 # The options of launch that take no value.
 _FLAGS = (
-    "--json", "--dry-run", "--submit", "--resume", "--no-resume", "--help", "-h",
+    "--json", "--dry-run", "--submit", "--resume", "--no-resume", "--progress", "--no-progress",
+    "--help", "-h",
 )  # fmt: skip
 
 
@@ -140,6 +141,8 @@ def launch(
     min_nodes: options.MinNodes = None,
     profile: options.PlansProfile = None,
     cluster: options.PlansCluster = None,
+    progress: options.ShowProgress = True,
+    trace: options.RunTrace = None,
     json: options.Json = False,
 ) -> None:
     """Run a plan, here or on several hosts, and end with what was predicted beside what was
@@ -149,6 +152,7 @@ def launch(
 
     # Before the training, which may take days.
     check_out(report)
+    check_out(trace)
     made = load(Plan, plan_file, "PLAN")
     given = given_options(context)
     asked = elsewhere.Elsewhere(
@@ -211,6 +215,8 @@ def launch(
             checkpoint_every=checkpoint_every,
             resume=resume,
             restarts=restarts,
+            progress=progress,
+            trace=trace,
             at_end=at_end,
             say=note,
         )

@@ -206,6 +206,25 @@ Rendezvous = Annotated[
     ),
 ]
 Report = Annotated[Path | None, typer.Option(help="Write the figures here.")]
+ShowProgress = Annotated[
+    bool,
+    typer.Option(
+        "--progress/--no-progress",
+        help="Show step, loss, samples/s and measured beside predicted while it trains, and say "
+        "what is slower than predicted.",
+    ),
+]
+RunTrace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        help="Write the timelines of a few steps, predicted and measured, for Perfetto here.",
+    ),
+]
+PlanTrace = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write the predicted step's timeline for Perfetto here, too."),
+]
 
 # -- launch on hosts elsewhere ---------------------------------------------------------------------
 

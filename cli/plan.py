@@ -258,6 +258,7 @@ def explain(
     plot: Annotated[
         Path | None, typer.Option(help="With --memory: draw it into this file, such as memory.png.")
     ] = None,
+    trace: options.PlanTrace = None,
     all_units: options.AllUnits = False,
     json: options.Json = False,
 ) -> None:
@@ -271,6 +272,9 @@ def explain(
     )
     if plot is not None and not memory:
         raise InputError(f"--plot {plot} draws the memory timeline: add --memory")
+    check_out(trace)
+    if trace is not None:
+        note(api.trace(made, trace, *made_from))
     if memory:
         check_out(plot)
         timeline = api.memory_timeline(made, *given)

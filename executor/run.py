@@ -68,6 +68,7 @@ from .redistribution.cache import RedistributionCache
 from .redistribution.lazy import materialize
 from .redistribution.redistribute import Meter
 from .redistribution.shards import Shard
+from .step_clock import StepClock
 from .synchronise import GradientSynchroniser, Kernels, LocalBatchCheck, MicroBatchCheck
 
 # Of a forward's mode: the model is in training mode, and gradients are asked for.
@@ -130,6 +131,9 @@ class Run:
         self._gradients: GradientSynchroniser | None = None
         self.priority: PriorityExchange | None = None
         self.apart: HostsApart | None = None
+        self.step_clock: StepClock | None = None
+        self.progress: object | None = None
+        """What shows how far the training is, where something does."""
         # Weak: else no run, with its model, would end before the process.
         atexit.register(_let_finish, weakref.ref(self))
 
@@ -264,6 +268,9 @@ class Run:
         """Prepares one forward of the whole model; None where it concerns this rank alone."""
         self.inside = True
         complete = False
+        recorder = self.watch.recorder
+        if recorder is not None and torch.is_grad_enabled():
+            recorder.forward_begins()
         try:
             forward = self._begin(model, args, kwargs)
             if forward is not None and torch.is_grad_enabled():
@@ -370,6 +377,8 @@ class Run:
 
     def _began(self, forward: Forward) -> None:
         self.guard.disarm(over=True)
+        if self.watch.recorder is not None:
+            self.watch.recorder.mark("loss")
         self.gradients.began(forward)
 
 

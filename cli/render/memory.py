@@ -1,5 +1,6 @@
 """The memory timeline as a table and as a plot."""
 
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -21,15 +22,19 @@ def memory_tables(found: MemoryTimeline, *, fold: bool = True) -> list[Table | s
     """Each different timeline as a table, and a sentence on its peak."""
     parts: list[Table | str] = []
     for one in found.timelines:
-        peak = one.peak
-        largest = sorted(peak.by_class().items(), key=lambda item: -item[1])[:2]
-        most = " and ".join(f"{CLASS_NAMES[name]} {size(count)}" for name, count in largest)
-        parts.append(_table(found.target, one, fold=fold))
-        parts.append(
-            f"Most is alive in the {peak.phase} of {peak.unit}: {size(peak.total)} of "
-            f"{size(one.limit_bytes)}, of it {most}."
-        )
+        parts += [_table(found.target, one, fold=fold), peak_sentence(one)]
     return parts
+
+
+def peak_sentence(one: RankTimeline) -> str:
+    """When ranks hold most, and of what."""
+    peak = one.peak
+    largest = sorted(peak.by_class().items(), key=lambda item: -item[1])[:2]
+    most = " and ".join(f"{CLASS_NAMES[name]} {size(count)}" for name, count in largest)
+    return (
+        f"Most is alive in the {peak.phase} of {peak.unit}: {size(peak.total)} of "
+        f"{size(one.limit_bytes)}, of it {most}."
+    )
 
 
 def kept_sentences(plan: Plan, found: MemoryTimeline) -> list[str]:
@@ -44,15 +49,16 @@ def kept_sentences(plan: Plan, found: MemoryTimeline) -> list[str]:
     ]
 
 
-def _classes(one: RankTimeline) -> list[str]:
+def classes_of(one: RankTimeline) -> list[str]:
+    """The classes of memory that these ranks hold anything of."""
     return [name for name in CLASS_NAMES if any(getattr(m, name) for m in one.moments)]
 
 
 def _table(target: str, one: RankTimeline, *, fold: bool) -> Table:
-    used = _classes(one)
+    used = classes_of(one)
     headings = ("point", "unit", *(CLASS_NAMES[name] for name in used), "total")
     unit, bytes_ = next((u, n) for u, n in _UNITS if one.peak.total >= n or n == 1)
-    title = f"Memory of {target} on {_ranks(one)}, in {unit}"
+    title = f"Memory of {target} on {ranks_in_words(one.ranks)}, in {unit}"
     table = empty_table(title, headings, left=2)
     for column in (*table.columns[:2], table.columns[-1]):
         column.no_wrap = True
@@ -85,10 +91,10 @@ def _short(name: str) -> str:
     return name if len(name) <= WIDTH else f"…{name[1 - WIDTH :]}"
 
 
-def _ranks(one: RankTimeline) -> str:
-    if len(one.ranks) == 1:
-        return f"rank {one.ranks[0]}"
-    return f"{len(one.ranks)} ranks ({one.ranks[0]} to {one.ranks[-1]})"
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
 
 
 def plot_memory(found: MemoryTimeline, path: Path) -> None:
@@ -96,7 +102,7 @@ def plot_memory(found: MemoryTimeline, path: Path) -> None:
     where matplotlib is missing or cannot write such a file."""
     # The timelines come with the fullest ranks first.
     one = found.timelines[0]
-    used = _classes(one)
+    used = classes_of(one)
     layers = [[getattr(m, name) / 2**20 for m in one.moments] for name in used]
     turn = sum(m.phase == "forward" for m in one.moments)
     with figure_in(path, figsize=(10, 5)) as axes:
@@ -109,4 +115,4 @@ def plot_memory(found: MemoryTimeline, path: Path) -> None:
         # By what is held, not by the limit: that may be many times as high.
         axes.set_ylim(bottom=0, top=1.15 * max(one.peak.total / 2**20, 1e-9))
         axes.legend(loc="upper left", fontsize="small")
-        axes.set_title(f"{found.target}: {_ranks(one)}")
+        axes.set_title(f"{found.target}: {ranks_in_words(one.ranks)}")

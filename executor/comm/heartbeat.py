@@ -114,6 +114,18 @@ class Heartbeat:
         if self.alarm is None:
             self._publish(_ALARM, f"{self.rank} {self._mark} {reason}")
 
+    def leave(self, key: str, value: str) -> None:
+        """Leaves a word for whoever asks by ``left``."""
+        self._publish(key, value)
+
+    def left(self, keys: Sequence[str]) -> list[str | None]:
+        """What stands under the keys, None under those that were never set. On a link that was cut
+        it does not return. Raises ``RuntimeError`` where the store has ended."""
+        found: list[str | None] = []
+        for key in keys:
+            found.append(self._reader.get(key).decode() if self._reader.check([key]) else None)
+        return found
+
     def ask(self, keys: Sequence[str]) -> list[Heard] | None:
         """What stands under each rank's key, and whether that rank is alive; takes ``SILENT_S``.
         None where the store does not answer."""

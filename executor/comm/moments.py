@@ -20,6 +20,11 @@ def now(device: torch.device) -> Moment:
     return event
 
 
+def has_come(moment: Moment) -> bool:
+    """Whether the device has come so far. Asks without waiting."""
+    return isinstance(moment, float) or bool(moment.query())  # type: ignore[no-untyped-call]
+
+
 def seconds_between(start: Moment, end: Moment) -> float:
     """Seconds from one moment to a later one of the same device. Waits until it has come."""
     if isinstance(start, float) and isinstance(end, float):

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
@@ -25,6 +25,7 @@ from ...planner.schema.errors import InputError, RunError
 from .collective_log import CollectiveLog, debugging
 from .groups import Group
 from .heartbeat import Heard, Heartbeat, heartbeat_of, in_a_file
+from .recorder import StepRecorder
 from .stream_waits import StreamWaits
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -61,6 +62,8 @@ class Watchdog:
         """Called when this rank begins to wait for a collective on the host; what it returns, when
         it goes on."""
         self.stream_waits = StreamWaits()
+        self.recorder: StepRecorder | None = None
+        """Is told what this rank issues and waits for, while it is there."""
         self.heartbeat = heartbeat_of(rank, size, timeout_s) if size > 1 else None
         self._store = distributed_c10d._get_default_store() if size > 1 else None
         self._prefix = f"meshwright/place/{run}"
@@ -97,6 +100,8 @@ class Watchdog:
         others issue. Raises ``RunError`` where they differ."""
         if self._log is not None:
             self._log.note(group, what)
+        if self.recorder is not None:
+            self.recorder.issued(what)
 
     def follow(self, work: dist.Work, doing: str) -> None:
         """Notes a collective that this rank may never wait for, so that it does not go unseen if
@@ -115,12 +120,13 @@ class Watchdog:
         if work is None:
             return 0.0
         start = time.perf_counter()
-        if group.on_stream:
-            with self.stream_waits.around(group):
-                work.wait()  # the stream waits and not the host: it returns at once
-        else:
-            with self._held():
-                self._wait_on_host(work, group, doing)
+        with self._recorded(group.label):
+            if group.on_stream:
+                with self.stream_waits.around(group):
+                    work.wait()  # the stream waits and not the host: it returns at once
+            else:
+                with self._held():
+                    self._wait_on_host(work, group, doing)
         # What other ranks have issued in its place is known now, and its result is not used yet.
         if self._log is not None:
             self._log.compared(group)
@@ -130,7 +136,7 @@ class Watchdog:
         """Waits for what another thread does, whose waits have their limits, and returns the
         seconds that it took. Raises what that thread has raised."""
         start = time.perf_counter()
-        with self._held():
+        with self._recorded("exchange"), self._held():
             done.result()
         return time.perf_counter() - start
 
@@ -139,6 +145,9 @@ class Watchdog:
         other = copy.copy(self)
         other.on_wait = other._log = None
         return other
+
+    def _recorded(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.recorder is None else self.recorder.waiting(what)
 
     @contextmanager
     def _held(self) -> Iterator[None]:

@@ -88,6 +88,11 @@ class IssueQueue:
                 work()
 
 
+def in_worker() -> bool:
+    """Whether the thread that asks is one of those, and not the one that trains."""
+    return threading.current_thread() in _threads
+
+
 def finish_all(limit_s: float) -> None:
     """Waits until threads that end by themselves have ended, before another run begins."""
     # Process groups are used again, and a late thread of the run before would issue its collectives

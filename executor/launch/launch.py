@@ -16,6 +16,7 @@ from ...planner.schema.errors import InputError, MemoryRunError
 from ...planner.schema.plan import Plan
 from ...planner.schema.profile import ModelProfile
 from ...planner.schema.record import load, save
+from ...planner.schema.recorded import RecordedSteps
 from ...planner.schema.report import RunReport
 from ...planner.schema.text import seconds, size
 from ...planner.solve.problem import Problem
@@ -45,6 +46,7 @@ from .report import (
 from .restarts import Restarts, run_with_restarts
 from .start import cores
 from .tasks import PLAN, Keeping, Task, run_task
+from .timeline import TRACE_VARIABLE, recorded_in
 from .worker import STDOUT_TO_STDERR
 
 # Counts that are tried for a plan that takes less memory.
@@ -61,10 +63,12 @@ def launch(
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
     restarts: Restarts | None = None,
+    recorded: Callable[[list[RecordedSteps]], None] | None = None,
 ) -> RunReport | None:
     """See ``api.launch``. None where this host has no rank 0, or where too few steps were made
     under the plan to measure. ``say`` is told of the background job, of checkpoints and of
-    restarts."""
+    restarts. Where steps are to be ``recorded``, those of the ranks here are handed over when they
+    have ended, however that was."""
     check_plan(plan, ranks.world_size)
     check_script(script)
     if keeping is not None and not script and plan.local_steps is not None:
@@ -73,7 +77,9 @@ def launch(
             "alike: leave out --checkpoint, or plan without --allow-local-steps"
         )
     again = restarts or Restarts()
-    run = partial(_run, plan, script, steps, keeping=keeping, restarts=again, say=say)
+    run = partial(
+        _run, plan, script, steps, keeping=keeping, restarts=again, say=say, recorded=recorded
+    )
     if background is None:
         report = run(ranks)
         at_end(report)
@@ -127,8 +133,19 @@ def _run(
     keeping: Keeping | None,
     restarts: Restarts,
     say: Callable[[str], None],
+    recorded: Callable[[list[RecordedSteps]], None] | None,
 ) -> RunReport | None:
     """Runs a plan that was checked, again where it has lost a rank; what was measured."""
+    if recorded is not None:
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
+            told = ranks.telling({TRACE_VARIABLE: name})
+            try:
+                return _run(
+                    plan, script, steps, told,
+                    keeping=keeping, restarts=restarts, say=say, recorded=None,
+                )  # fmt: skip
+            finally:
+                recorded(recorded_in(Path(name)))
 
     def attempt(ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
         if not script:

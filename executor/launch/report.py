@@ -8,7 +8,6 @@ could wait for a rank that has gone.
 import atexit
 import os
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -20,10 +19,8 @@ from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record, load, save
 from ...planner.schema.report import BackgroundFigures, Figures, RunReport, predicted_figures
 from ..background.protocol import State
-from ..comm.moments import Moment, now, seconds_between
-from ..comm.steps import after_each_step
-from ..comm.stream_waits import Held
 from ..parallel import run_of
+from ..step_clock import StepMoments, clock_of
 from .train import Measured, reserved_at_most, typical_of
 
 # The file of the plan that ``auto_parallelize`` is to apply.
@@ -101,36 +98,25 @@ def _report(plan: Plan, steps: int, measured: Figures) -> RunReport:
     )
 
 
-class _StepRecorder:
-    """Notes the time and the waits at the end of every optimizer step of one model."""
+class _RunFigures:
+    """The figures of one model's steps, until they are asked for."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self._run = run_of(model)
-        self._typical = typical_of(self._run.whole_plan)
+        run = run_of(model)
+        self._typical = typical_of(run.whole_plan)
         self._device = device_of(model)
-        # (moment, seconds waited in redistribution, seconds waited for gradients), each up to then,
-        # and what held a device's stream since the moment before.
-        self._seen: list[tuple[Moment, float, float, Held]] = []
-        self._run.watch.stream_waits.begin()
-        after_each_step(model.parameters(), optimizer, self._stepped)
+        self._steps: list[StepMoments] = []
+        clock_of(run, model, optimizer).listeners.append(self._stepped)
 
-    def _stepped(self, _: torch.optim.Optimizer) -> None:
-        if self._device.type == "cuda" and len(self._seen) == WARM_UP:
+    def _stepped(self, step: StepMoments) -> None:
+        self._steps.append(step)
+        if self._device.type == "cuda" and len(self._steps) == WARM_UP:
             torch.cuda.reset_peak_memory_stats(self._device)
-        waited_s = self._run.meter.seconds, self._run.exposed_s
-        self._seen.append((now(self._device), *waited_s, self._run.watch.stream_waits.take()))
 
     def figures(self) -> RankFigures | None:
         """What is typical of the steps after the warm-up; None where too few were made."""
-        first = min(WARM_UP, max(len(self._seen) - 2, 0))  # of a short run the last step counts
-        steps = [
-            [
-                seconds_between(before[0], after[0]),
-                after[1] - before[1] + after[3].blocking_s,
-                after[2] - before[2] + after[3].exposed_s,
-            ]
-            for before, after in pairwise(self._seen[first:])
-        ]
+        first = min(WARM_UP, max(len(self._steps) - 1, 0))  # of a short run the last step counts
+        steps = [step.seconds() for step in self._steps[first:]]
         if not steps:
             return None
         step_s, blocking_s, exposed_s = map(self._typical, zip(*steps, strict=True))
@@ -149,7 +135,7 @@ def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Non
     folder = os.environ.get(REPORT_VARIABLE)
     if not folder:
         return
-    recorder = _StepRecorder(model, optimizer)
+    recorder = _RunFigures(model, optimizer)
 
     def leave() -> None:
         found = recorder.figures()

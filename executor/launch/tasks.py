@@ -157,8 +157,10 @@ def losses_task(task: Task, folder: Path, device: torch.device) -> LossCompariso
 def train_task(task: Task, folder: Path, device: torch.device) -> RunReport | None:
     from ...models.target import planned, try_out
     from ..checkpoint.checkpoint import checkpoint
+    from ..parallel import run_of
     from .attribution import check_mean
     from .report import report_of_training
+    from .timeline import record_timeline
     from .train import (
         WARM_UP,
         accuracy,
@@ -168,12 +170,14 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport | No
         scaler_for,
         steps_left,
     )  # fmt: skip
+    from .training_progress import TrainingProgress, progress_asked
 
     plan = load(Plan, folder / PLAN)
     chosen = planned(plan.target, plan.precision)
     size = try_out(chosen)
     check_mean(chosen, (size,))
     chosen, optimizer = begin_training(chosen, plan, device, task.timeout_s)
+    record_timeline(chosen.model, optimizer)
     draw = drawing(chosen, plan.goal.batch)
     scaler = scaler_for(chosen)
     # The steps to be measured, or where a training is kept and goes on, those of it in all.
@@ -186,11 +190,15 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport | No
         if not numbers:
             kept.close()
             return None
-    with rank_zero_bar(f"training {plan.target}") as step:
-        measured = run_range(
-            chosen, plan, numbers, optimizer=optimizer, draw=draw, scaler=scaler, kept=kept,
-            progress=lambda done, total: step(done, total, ""),
-        )  # fmt: skip
+    shown = TrainingProgress(run_of(chosen.model), device) if progress_asked() else None
+    if shown is not None:
+        shown.begin(numbers.start, numbers.stop)
+    measured = run_range(
+        chosen, plan, numbers, optimizer=optimizer, draw=draw, scaler=scaler, kept=kept,
+        launched=shown.launched if shown is not None else lambda step: None,
+    )  # fmt: skip
+    if shown is not None:
+        shown.end()
     if measured is None:
         return None
     return report_of_training(plan, measured, accuracy(chosen, device))

@@ -26,13 +26,13 @@ from ..apply import apply
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.latest import shown
 from ..comm.moments import Moment, now, seconds_between
-from ..comm.stream_waits import Held
 from ..gradients.dropping import DroppedGradGroup
 from ..gradients.reshard import resident_parameters
 from ..micro import micro_batches
 from ..optimizer.kinds import optimizer_for
 from ..parallel import is_parallel, run_of
 from ..run import Run
+from ..step_clock import StepMoments
 
 # Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015).
 LEARNING_RATE = 1e-3
@@ -71,22 +71,21 @@ class LaunchedStep:
     """A step that this rank has launched. On a device's streams it may still be going on."""
 
     loss: Tensor
-    start: Moment
+    moments: StepMoments
     before_update: Moment
-    end: Moment
-    blocking_s: float
-    exposed_s: float
-    held: Held
     wire_bytes: int
+    share: float
+    """This rank's part of the batch's samples."""
 
     def spent(self) -> Spent:
         """Its figures. Waits until it is over."""
+        step_s, blocking_s, exposed_s = self.moments.seconds()
         return Spent(
             loss=float(self.loss),
-            step_s=seconds_between(self.start, self.end),
-            blocking_s=self.blocking_s + self.held.blocking_s,
-            exposed_s=self.exposed_s + self.held.exposed_s,
-            update_s=seconds_between(self.before_update, self.end),
+            step_s=step_s,
+            blocking_s=blocking_s,
+            exposed_s=exposed_s,
+            update_s=seconds_between(self.before_update, self.moments.end),
             wire_bytes=self.wire_bytes,
         )
 
@@ -160,9 +159,11 @@ def run_range(
     scaler: GradScaler | None = None,
     kept: Checkpoint | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    launched: Callable[[LaunchedStep], None] = lambda step: None,
 ) -> Measured | None:
     """The same for the steps of those ``numbers``, which ``kept`` checkpoints count; it ends with
-    one. The first two are not measured: None where there are no others."""
+    one. The first two are not measured: None where there are no others. ``launched`` is told of
+    each step, which may still be going on."""
     model = workload.model
     optimizer = optimizer or optimizer_for(plan.goal.optimizer, model.parameters())
     if not is_parallel(model):
@@ -174,6 +175,7 @@ def run_range(
     taken = []
     for number in numbers:
         taken.append(step(draw(number)))
+        launched(taken[-1])
         saved = kept is not None and kept.step()
         progress(number + 1, numbers.stop)
     if kept is not None:
@@ -295,15 +297,13 @@ def take_step(
         scaler.step(optimizer)
         scaler.update()
     optimizer.zero_grad()
+    waited = run.meter.seconds - blocking, run.exposed_s - exposed
     return LaunchedStep(
         loss=loss,
-        start=start,
+        moments=StepMoments(start, now(device), *waited, run.watch.stream_waits.take()),
         before_update=before_update,
-        end=now(device),
-        blocking_s=run.meter.seconds - blocking,
-        exposed_s=run.exposed_s - exposed,
-        held=run.watch.stream_waits.take(),
         wire_bytes=run.meter.sent_bytes - sent,
+        share=mine.size / batch.size,
     )
 
 

@@ -109,8 +109,8 @@ def calibrate(
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def _measured(plan: Plan, report: RunReport) -> dict[FigureName, float]:
-    """The seconds that the report tells, checked."""
+def check_result_of(plan: Plan, report: RunReport) -> None:
+    """Raises ``InputError`` where a run's report is of another plan."""
     for what, theirs, ours in (
         ("model", report.target, plan.target),
         ("number of ranks", report.world_size, plan.world_size),
@@ -122,6 +122,11 @@ def _measured(plan: Plan, report: RunReport) -> dict[FigureName, float]:
                 f"the report is of another plan, its {what} is {shown[0]} and the plan's "
                 f"{shown[1]}: give the plan that was launched, and its own --report"
             )
+
+
+def _measured(plan: Plan, report: RunReport) -> dict[FigureName, float]:
+    """The seconds that the report tells, checked."""
+    check_result_of(plan, report)
     if report.background is not None:
         raise InputError(
             "the report is of a run with a background job, which lengthens steps: launch the plan "

@@ -8,14 +8,13 @@ the mean over devices of the share of its speed alone that the background keeps.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from ..cost.step_time import Vector
 from ..schema.record import Count, Index, Record, Seconds, Share
 from ..simulate.events import Interval
+from ..simulate.trace_events import TraceProcess, TraceSpan, TraceTrack, encode_trace
 from .jobs import Assumptions
 from .simulation import ClusterRun, DeviceClass
 
@@ -208,19 +207,14 @@ def _covered(intervals: list[Interval], edges: Vector) -> Vector:
 
 # -- the trace -------------------------------------------------------------------------------------
 
-# Of the Trace Event Format (complete events, phase ``X``): a process for each class of devices, and
-# in it a thread for each of these rows. Times are in microseconds, the format's only unit.
 ROWS = ("foreground", "communication", "background")
-MICRO = 1e6
-Event = dict[str, Any]
 
 
 def trace(run: ClusterRun) -> bytes:
-    events: list[Event] = []
-    for number, one in enumerate(run.classes):
-        events += _names(number, one)
-        events += _spans(run, number, one)
-    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}) + b"\n"
+    """A process for each class of devices, and in it a track for each of ``ROWS``."""
+    return encode_trace(
+        TraceProcess(devices_of(one.devices), list(_tracks(run, one))) for one in run.classes
+    )
 
 
 def devices_of(devices: tuple[int, ...]) -> str:
@@ -232,28 +226,22 @@ def devices_of(devices: tuple[int, ...]) -> str:
     return f"devices {first} to {last}" + ("" if dense else f" ({len(devices)} of them)")
 
 
-def _names(process: int, one: DeviceClass) -> Iterator[Event]:
-    def about(what: str, thread: int, **args: object) -> Event:
-        return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
-
-    yield about("process_name", 0, name=devices_of(one.devices))
-    yield about("process_sort_index", 0, sort_index=process)
-    for thread, name in enumerate(ROWS):
-        yield about("thread_name", thread, name=name)
-
-
-def _spans(run: ClusterRun, process: int, one: DeviceClass) -> Iterator[Event]:
-    def span(row: int, name: str, low: float, high: float, **args: object) -> Event:
-        return {
-            "ph": "X", "name": name, "pid": process, "tid": row, "ts": low * MICRO,
-            "dur": (high - low) * MICRO, "args": args,
-        }  # fmt: skip
-
-    for row, found in enumerate((one.computing, one.communicating)):
-        for (low, high), job, busy in found:
-            name = f"{busy.phase} {run.steps[job].units[busy.unit]}"
-            yield span(row, name, low, high, job=run.foregrounds[job].name)
-    for filled in one.filled:
-        if filled.pieces and one.background is not None:
-            mine, times = run.backgrounds[one.background], (filled.start_s, filled.end_s)
-            yield span(2, mine.name, *times, pieces=filled.pieces, batch=mine.batch)
+def _tracks(run: ClusterRun, one: DeviceClass) -> Iterator[TraceTrack]:
+    for name, found in zip(ROWS, (one.computing, one.communicating), strict=False):
+        spans = [
+            TraceSpan(
+                f"{busy.phase} {run.steps[job].units[busy.unit]}", low, high,
+                {"job": run.foregrounds[job].name},
+            )
+            for (low, high), job, busy in found
+        ]  # fmt: skip
+        yield TraceTrack(name, spans)
+    filled: list[TraceSpan] = []
+    if one.background is not None:
+        mine = run.backgrounds[one.background]
+        filled = [
+            TraceSpan(mine.name, f.start_s, f.end_s, {"pieces": f.pieces, "batch": mine.batch})
+            for f in one.filled
+            if f.pieces
+        ]
+    yield TraceTrack(ROWS[-1], filled)

@@ -21,14 +21,12 @@ from ..schema.errors import InputError
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..simulate.events import Interval, gaps
+from ..solve.device_timelines import Busy, DeviceTimeline, StepTimelines
 from ..solve.evaluate import decisions_of
 from .jobs import (
     Assumptions,
     BackgroundJob,
-    Busy,
-    DeviceTimeline,
     ForegroundJob,
-    StepTimelines,
     best_background,
     foreground,
 )

@@ -17,6 +17,8 @@ from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import load, save
 from plans import plan as plan_by_hand
 
+from tests.traces import check_trace, tracks
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 pytestmark = pytest.mark.timeout(400)
@@ -105,6 +107,27 @@ def test_plan_for_a_cluster_that_is_not_here(measured):
     assert "linear" in divided
     assert "conv" not in divided
     assert made.speedup > 3
+
+
+@pytest.mark.slow
+def test_a_run_is_shown_traced_and_reported(measured):
+    """Predicted and measured one above the other, and on the page."""
+    more = ("--report", "result.json", "--trace", "run.json", "--steps", 12)
+    meshwright("launch", "plan.json", *more, cwd=measured)
+    events = json.loads((measured / "run.json").read_text())["traceEvents"]
+    check_trace(events)
+    found = tracks(events)
+    for rank in range(2):
+        for which in ("predicted", "measured"):
+            assert len(found[f"rank {rank}", f"step, {which}"]) == 3
+            assert found[f"rank {rank}", f"computing, {which}"]
+    plan = load(Plan, measured / "plan.json")
+    names = {span["name"] for span in found["rank 0", "computing, measured"]}
+    linear = next(unit.name for unit in plan.units if unit.kind == "linear")
+    assert {f"forward {linear}", f"backward {linear}"} <= names
+    out = meshwright("report", "plan.json", "--result", "result.json", cwd=measured)
+    assert out == "written to report.html; any browser opens it\n"
+    assert "The step as predicted and as measured" in (measured / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ import pytest
 from meshwright.executor.comm.setups import software
 from meshwright.executor.launch.background import Background
 from meshwright.executor.launch.hosts.over_ssh import HostWork
-from meshwright.executor.launch.hosts.protocol import HostOrder
+from meshwright.executor.launch.hosts.protocol import HostOrder, HostRecording, Meeting
 from meshwright.executor.launch.hosts.settings import Hosts
+from meshwright.executor.launch.timeline import STEPS
 from meshwright.planner.schema.record import decode
 
 from tests.ssh import plan_for_hosts
@@ -45,9 +46,49 @@ def tell(host: subprocess.Popen[str], version: str, made: HostOrder) -> None:
     host.stdin.flush()
 
 
+def say(host: subprocess.Popen[str], word: str, place: Meeting) -> None:
+    assert host.stdin is not None
+    host.stdin.write(f"{word} {msgspec.json.encode(place).decode()}\n")
+    host.stdin.flush()
+
+
+def told(host: subprocess.Popen[str], word: str) -> bytes:
+    """What the host says of that, whatever its ranks print before."""
+    assert host.stdout is not None
+    for line in host.stdout:
+        if line.startswith(f"TOKEN {word} "):
+            return line.split(" ", 2)[2].encode()
+    raise AssertionError(f"nothing was said of {word}")
+
+
 def test_an_order_arrives_as_it_was_given(tmp_path):
     given = order(tmp_path, background=Background("sleep 9", limit=1.5), timeout_s=2.0)
     assert decode(HostOrder, msgspec.json.encode(given)) == given
+
+
+@pytest.mark.slow
+def test_each_host_tells_what_its_ranks_have_recorded(tmp_path):
+    work = HostWork(
+        plan=plan_for_hosts(2), script=(), steps=3, per_host=(1, 1), progress=False, trace=True
+    )
+    hosts = [begin(), begin()]
+    try:
+        for number, host in enumerate(hosts):
+            tell(host, VERSION, work.order(number, Hosts(("a", "b"), folder=str(tmp_path))))
+            told(host, "ready")
+        say(hosts[0], "meet", Meeting(address="127.0.0.1", port=0))
+        place = decode(Meeting, told(hosts[0], "met"))
+        for host in hosts:
+            say(host, "go", Meeting(address="127.0.0.1", port=place.port))
+        for rank, host in enumerate(hosts):
+            (one,) = decode(HostRecording, told(host, "recorded")).ranks
+            assert (one.rank, len(one.steps)) == (rank, STEPS)
+            assert {group.ranks for group in one.groups} == {(0, 1)}
+        assert [host.wait(60) for host in hosts] == [0, 0]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
 
 
 def test_hosts_end_where_nothing_is_heard_of_their_launcher(tmp_path):

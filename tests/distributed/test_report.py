@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.launch.report import WARM_UP, _StepRecorder
+from meshwright.executor.launch.report import WARM_UP, _RunFigures
 from plans import plan as plan_by_hand
 from plans import scheduled
 
@@ -16,7 +16,7 @@ def steps_noted(rank: int, schedule: str) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with scheduled(schedule):
         apply(model, optimizer, plan_by_hand(2, statistics="local"))
-    recorder = _StepRecorder(model, optimizer)
+    recorder = _RunFigures(model, optimizer)
     for _ in range(STEPS):
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()

@@ -27,6 +27,8 @@ from meshwright.planner.schema.record import save
 from plans import plan as plan_by_hand
 from torch import nn
 
+from tests.traces import check_trace, tracks
+
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -544,13 +546,19 @@ print("trained", plan.target)
 def test_a_script_is_measured_between_its_steps(tmp_path):
     save(plan_of(build("mlp"), 2, {"3": "column", "5": "row"}), tmp_path / "plan.json")
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = command("launch", "plan.json", "--report", "r.json", "train.py", 9, cwd=tmp_path)
+    files = ("--report", "r.json", "--trace", "t.json")
+    done = command("launch", "plan.json", *files, "train.py", 9, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained mlp") == 2
     assert "step time" in done.stdout
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["steps"] == 5  # nine, without the three of the warm-up, make five differences
     assert report["measured"]["step_s"] > report["measured"]["blocking_s"] > 0
+    assert "t.json, without what is predicted: this machine has not made the plan" in done.stderr
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    check_trace(events)
+    named = {track.split()[0] for process, track in tracks(events) if process == "rank 1"}
+    assert {"computing,", "exchange,", "redistribution"} <= named
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Iterator
 
 import msgspec
@@ -13,7 +14,10 @@ import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.comm import groups, watchdog
 from meshwright.executor.gradients.topk import SAMPLED_FROM, largest
+from meshwright.executor.launch.training_progress import TrainingProgress
+from meshwright.executor.parallel import run_of
 from meshwright.executor.redistribution.statistics import Statistics
+from meshwright.executor.step_clock import clock_of
 from streams import on_streams
 from synchronisations import counted
 from test_exchanges import Net, data, made
@@ -42,8 +46,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def asks(kind: str, statistics: str = "local") -> list[str]:
-    """Where the host waits in later steps."""
+def asks(kind: str, statistics: str = "local", screen: io.StringIO | None = None) -> list[str]:
+    """Where the host waits in later steps, each of which is shown on a ``screen``, if there is
+    one."""
     plan = made(kind)
     goal = msgspec.structs.replace(plan.goal, batch_statistics=statistics)
     plan = msgspec.structs.replace(plan, goal=goal)
@@ -51,11 +56,19 @@ def asks(kind: str, statistics: str = "local") -> list[str]:
         model = Net().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         apply(model, optimizer, plan, timeout_s=30)
+        shown = None
+        if screen is not None:
+            run = run_of(model)
+            shown = TrainingProgress(run, device, every_s=1e-9, screen=screen)
+            clock_of(run, model, optimizer).listeners.append(shown.stepped)
         for number in range(2 * MEASURED):
             x, y = data(4, number, device)
             if number == MEASURED:
                 places.clear()
-            F.cross_entropy(model(x.float()), y).backward()
+            loss = F.cross_entropy(model(x.float()), y)
+            loss.backward()
+            if shown is not None:
+                shown.step(loss)
             optimizer.step()
             optimizer.zero_grad()
         model(x.float())  # what is on its way is waited for
@@ -65,6 +78,16 @@ def asks(kind: str, statistics: str = "local") -> list[str]:
 @pytest.mark.parametrize("kind", NONE)
 def test_the_host_never_waits(alone: None, kind: str) -> None:
     assert asks(kind) == []
+
+
+@pytest.mark.parametrize("kind", ["barrier", "priority"])
+def test_showing_each_step_and_its_loss_waits_for_nothing(alone: None, kind: str) -> None:
+    screen = io.StringIO()
+    assert asks(kind, screen=screen) == []
+    lines = screen.getvalue().splitlines()
+    # A step is from the end of one to that of the next.
+    assert len(lines) == 2 * MEASURED - 1
+    assert "loss" in lines[-1]
 
 
 def test_dropping_asks_once_in_a_step(alone: None) -> None:

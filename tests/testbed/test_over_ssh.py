@@ -5,6 +5,7 @@ The servers' keys and configuration are in a folder of the test; a case takes 10
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -18,6 +19,7 @@ from benchmarks.testbed import Bed
 from tests.sampling import sampled
 from tests.ssh import plan_for_hosts
 from tests.testbed.ssh_hosts import PORT, SLEEP, SshHosts, lacking
+from tests.traces import check_trace, tracks
 
 pytestmark = [
     pytest.mark.skipif(lacking() is not None, reason=str(lacking())),
@@ -36,13 +38,22 @@ def hosts(tmp_path_factory) -> Iterator[SshHosts]:
 
 def test_a_plan_runs_on_two_hosts_to_its_end(hosts):
     code, out, err = hosts.ended(
-        hosts.start("--steps", "5", "--report", "report.json", "--timeout", "100")
+        hosts.start(
+            *("--steps", "5", "--report", "report.json", "--timeout", "100"),
+            *("--trace", "trace.json"),
+        )
     )
     assert code == 0, err
     report = load(RunReport, hosts.folder / "report.json")
     assert (report.target, report.world_size, report.steps) == ("mlp", 2, 5)
     assert report.measured.exposed_s is not None
     assert "step time" in out
+    events = json.loads((hosts.folder / "trace.json").read_text())["traceEvents"]
+    check_trace(events)
+    # The ranks of both hosts, on whose links their gradients crossed.
+    for rank in range(2):
+        assert tracks(events)[f"rank {rank}", "computing, measured"]
+        assert any(t.startswith("exchange") for p, t in tracks(events) if p == f"rank {rank}")
 
 
 @pytest.mark.parametrize(

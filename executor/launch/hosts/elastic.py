@@ -6,11 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ....planner.schema.errors import InfeasibleError, InputError, MeshwrightError, RunError
 from ....planner.schema.plan import Plan
 from ....planner.schema.record import save
+from ....planner.schema.recorded import RecordedSteps
 from ....planner.schema.report import RunReport
 from ..restarts import RestartCount, Restarts
 from .over_ssh import (
@@ -35,6 +37,7 @@ def launch_elastic(
     restarts: Restarts,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
+    recorded: Callable[[list[RecordedSteps]], None] | None = None,
 ) -> RunReport | None:
     """``launch_over_ssh``, again where a rank or a host was lost, from the latest checkpoint.
 
@@ -42,7 +45,8 @@ def launch_elastic(
     checkpoint when others are back, to go on with them too. Raises the error of the last attempt,
     ``RunError`` where too few hosts are left and ``InfeasibleError`` where no plan fits on them.
     """
-    run = _ElasticRun(work, hosts, restarts, at_end, say)
+    attempt = partial(launch_over_ssh, at_end=at_end, say=say, recorded=recorded)
+    run = _ElasticRun(work, hosts, restarts, attempt, say)
     with signals_raised():
         try:
             return run.conduct()
@@ -58,10 +62,10 @@ class _ElasticRun:
         work: HostWork,
         hosts: Hosts,
         restarts: Restarts,
-        at_end: Callable[[RunReport | None], None],
+        attempt: Callable[..., RunReport | None],
         say: Callable[[str], None],
     ) -> None:
-        self._work, self._hosts, self._at_end, self._say = work, hosts, at_end, say
+        self._work, self._hosts, self._attempt, self._say = work, hosts, attempt, say
         self._count = RestartCount(restarts.most, work.timeout_s)
         self._all = range(len(hosts.names))
         self._fewest = restarts.min_nodes or len(hosts.names)
@@ -83,7 +87,7 @@ class _ElasticRun:
             work, hosts = self._part(numbers)
             away = AwayHosts(set(self._all) - set(numbers) - self._refused, self._hosts)
             try:
-                return launch_over_ssh(work, hosts, self._at_end, self._say, self._stops(away))
+                return self._attempt(work, hosts, stops=self._stops(away))
             except StoppedAtCheckpoint:
                 back = self._named(sorted(away.back))
                 self._say(

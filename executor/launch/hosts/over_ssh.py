@@ -16,6 +16,7 @@ from typing import NoReturn
 from ....planner.schema.errors import MeshwrightError
 from ....planner.schema.plan import Plan
 from ....planner.schema.record import decode, encode
+from ....planner.schema.recorded import RecordedSteps
 from ....planner.schema.report import RunReport
 from ....planner.schema.text import size
 from ...comm.setups import check_versions, other_devices, software
@@ -26,6 +27,7 @@ from .protocol import (
     HostFailure,
     HostOrder,
     HostReady,
+    HostRecording,
     Meeting,
     SavedStep,
     error_of,
@@ -55,6 +57,8 @@ class HostWork:
     checkpoint_every: int = 50
     resume: bool = True
     restarted: bool = False
+    progress: bool = True
+    trace: bool = False
 
     def order(self, number: int, hosts: Hosts) -> HostOrder:
         """Host ``number``'s part of it."""
@@ -73,6 +77,8 @@ class HostWork:
             checkpoint_every=self.checkpoint_every,
             resume=self.resume,
             restarted=self.restarted,
+            progress=self.progress,
+            trace=self.trace,
         )
 
 
@@ -81,11 +87,13 @@ def launch_over_ssh(
     hosts: Hosts,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
+    recorded: Callable[[list[RecordedSteps]], None] | None = None,
     stops: Callable[[int | None], bool] = lambda step: False,
 ) -> RunReport | None:
     """Runs ``work`` on ``hosts`` and returns the report of rank 0, which ``at_end`` gets as soon as
-    it is there; ``say`` gets remarks. ``stops`` is asked every few seconds, and with the step of
-    each checkpoint that is found, whether to end the run: by ``StoppedAtCheckpoint``.
+    it is there; ``say`` gets remarks, ``recorded`` what all ranks have recorded of their steps.
+    ``stops`` is asked every few seconds, and with the step of each checkpoint that is found,
+    whether to end the run: by ``StoppedAtCheckpoint``.
 
     Every line of a host is printed with its name in front. Raises the error of the rank that failed
     first, or of the host that is not to be had. Signals are passed on, and what runs on the hosts
@@ -107,6 +115,8 @@ def launch_over_ssh(
             raise SystemExit(128 + stopped.number) from None
         finally:
             run.end()
+            if recorded is not None:
+                recorded(run.recorded)
 
 
 class StoppedAtCheckpoint(BaseException):
@@ -163,6 +173,7 @@ class _SshRun:
         self._explained: set[int] = set()
         self._failures: list[MeshwrightError] = []
         self._report: RunReport | None = None
+        self.recorded: list[RecordedSteps] = []
         self._beat = time.monotonic()
 
     def conduct(self) -> RunReport | None:
@@ -318,6 +329,8 @@ class _SshRun:
         elif event.kind == "report":
             self._report = decode(RunReport, event.data)
             self._at_end(self._report)
+        elif event.kind == "recorded":
+            self.recorded += decode(HostRecording, event.data).ranks
         elif event.kind == "failed":
             self._explained.add(number)
             self._failures.append(error_of(decode(HostFailure, event.data), label))

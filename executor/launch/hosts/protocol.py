@@ -5,7 +5,7 @@ To the host: a token and the launcher's version, a line each; then lines of a wo
 number. The end of them, or none for ``remote.SILENCE_S``, ends the host's ranks.
 
 From the host, among the lines that ranks print: the token, a word and JSON, as ``ready``, ``met``,
-``saved`` (on host 0, of each checkpoint), ``report`` and ``failed``.
+``saved`` (on host 0, of each checkpoint), ``report``, ``recorded`` and ``failed``.
 """
 
 from ....planner.schema.errors import (
@@ -16,6 +16,7 @@ from ....planner.schema.errors import (
     RunError,
 )
 from ....planner.schema.record import Bytes, Count, Index, Record
+from ....planner.schema.recorded import RecordedSteps
 from ...comm.setups import HostSetup
 from ..background import Background
 
@@ -40,6 +41,8 @@ class HostOrder(Record, frozen=True, kw_only=True):
     checkpoint_every: Count = 50
     resume: bool = True
     restarted: bool = False
+    progress: bool = True
+    trace: bool = False
 
 
 class HostReady(Record, frozen=True, kw_only=True):
@@ -64,6 +67,12 @@ class SavedStep(Record, frozen=True, kw_only=True):
     """The step of the latest checkpoint that is there, 0 for none."""
 
     step: Index
+
+
+class HostRecording(Record, frozen=True, kw_only=True):
+    """What the ranks of a host have recorded of their steps."""
+
+    ranks: tuple[RecordedSteps, ...]
 
 
 class HostFailure(Record, frozen=True, kw_only=True):

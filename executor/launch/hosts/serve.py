@@ -17,6 +17,7 @@ import torch
 from ....planner.schema.errors import InputError, MeshwrightError
 from ....planner.schema.plan import Plan
 from ....planner.schema.record import decode
+from ....planner.schema.recorded import RecordedSteps
 from ....planner.schema.report import RunReport
 from ...checkpoint.folder import steps_in
 from ...comm.setups import setup_here, software
@@ -26,8 +27,9 @@ from ..launch import check_script, differences, keeping_for, launch
 from ..processes import Ranks, check_plan
 from ..start import address_towards
 from ..tasks import Keeping
+from ..training_progress import PROGRESS_VARIABLE
 from ..worker import STDOUT_TO_STDERR
-from .protocol import HostOrder, HostReady, Meeting, SavedStep, failure_of
+from .protocol import HostOrder, HostReady, HostRecording, Meeting, SavedStep, failure_of
 from .remote import LauncherLine
 
 # So often the folder of checkpoints is looked at.
@@ -73,7 +75,10 @@ def _run_order(line: LauncherLine) -> None:
         node_rank=order.node_rank,
         rendezvous=f"{place.address}:{place.port}",
         timeout_s=order.timeout_s,
-        environment={STDOUT_TO_STDERR: "1"} if order.quiet else {},
+        environment={
+            PROGRESS_VARIABLE: "1" if order.progress else "",
+            **({STDOUT_TO_STDERR: "1"} if order.quiet else {}),
+        },
         per_host=order.per_host,
     )
 
@@ -81,12 +86,18 @@ def _run_order(line: LauncherLine) -> None:
         if report is not None:
             line.tell("report", report)
 
+    def recorded(found: list[RecordedSteps]) -> None:
+        line.tell("recorded", HostRecording(ranks=tuple(found)))
+
     keeping = keeping_for(
         order.checkpoint, order.checkpoint_every, resume=order.resume, restarted=order.restarted
     )
     if keeping is not None and order.node_rank == 0:
         threading.Thread(target=_tell_of_checkpoints, args=(line, keeping), daemon=True).start()
-    launch(plan, order.script, order.steps, ranks, order.background, keeping, at_end, note)
+    launch(
+        plan, order.script, order.steps, ranks, order.background, keeping, at_end, note,
+        recorded=recorded if order.trace else None,
+    )  # fmt: skip
 
 
 def _tell_of_checkpoints(line: LauncherLine, keeping: Keeping) -> None:

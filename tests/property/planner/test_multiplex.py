@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from meshwright.planner.cost.compute import backward_s, forward_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.ownership import group_samples
-from meshwright.planner.multiplex.jobs import Assumptions, BackgroundJob, ForegroundJob, timelines
+from meshwright.planner.multiplex.jobs import Assumptions, BackgroundJob, ForegroundJob
 from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import background_share, simulate_cluster
+from meshwright.planner.solve.device_timelines import timelines
 from meshwright.planner.solve.evaluate import evaluation
 
 from tests.strategies import decided

@@ -10,7 +10,6 @@ from meshwright.planner.multiplex.jobs import (
     BackgroundJob,
     best_background,
     foreground,
-    timelines,
 )
 from meshwright.planner.multiplex.report import report, trace
 from meshwright.planner.multiplex.simulation import background_share, fill, simulate_cluster
@@ -20,9 +19,11 @@ from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Option
+from meshwright.planner.solve.device_timelines import timelines
 from meshwright.planner.solve.evaluate import evaluation
 
 from tests.strategies import chain_profile, cluster, linear
+from tests.traces import check_trace, durations
 
 MS = 1e-3
 FREE = {"slowdown": 1.0, "switch_s": 1 * MS, "idle_speed": 1.0, "communicating_speed": 1.0}
@@ -192,16 +193,11 @@ def test_the_trace_holds_every_span():
     given = Assumptions(**({"piece_s": 5 * MS} | FREE))
     run = simulate_cluster(2, [jobs()], [BackgroundJob("bg", 1, 1.0)], given, 36 * MS)
     events = json.loads(trace(run))["traceEvents"]
-    spans = [e for e in events if e["ph"] == "X"]
-    took = {}
-    for e in spans:
-        key = e["pid"], e["tid"]
-        took[key] = took.get(key, 0.0) + e["dur"]
-    assert took[0, 0] == pytest.approx(36e3, rel=1e-6)
-    assert took[1, 0] == pytest.approx(12e3, rel=1e-6)
-    assert took[1, 2] == pytest.approx(20e3, rel=1e-6)
-    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {"device 0", "device 1"}
+    check_trace(events)
+    took = durations(events)
+    assert took["device 0", "foreground"] == pytest.approx(36e3, rel=1e-6)
+    assert took["device 1", "foreground"] == pytest.approx(12e3, rel=1e-6)
+    assert took["device 1", "background"] == pytest.approx(20e3, rel=1e-6)
 
 
 def test_a_step_is_the_one_that_is_predicted():
