@@ -16,13 +16,14 @@ import time
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.planner.explain.front import SolvedPoint, cheapest_within, within
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layer_times import profile_of_table
+from meshwright.planner.schema.options import Decisions
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy
@@ -85,7 +86,8 @@ def problem(profile: ModelProfile, ranks: int, batch: int, bytes_per_s: float) -
 
 def compare(case: str, asked: Problem) -> list[Comparison]:
     """Every different greedy plan of a case against ours."""
-    model, plans = asked.cost_model(), {}
+    model = asked.cost_model()
+    plans: dict[Decisions, Any] = {}
     # A plan that two limits lead to counts once.
     for limit in LIMITS:
         plans.setdefault(greedy(model, limit), limit)

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
-from exchange import PROFILE_S
 from lossy import BATCH, OPTIMIZERS, SEEDS, SLICE_BYTES, TEXT_BATCH, batches, say
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
@@ -35,6 +35,7 @@ from meshwright.planner.schema.goal import Goal, make_goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.local_steps import MIXING, LocalSteps
 from meshwright.planner.schema.plan import Plan, UnitPlan
+from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler.links import probe
@@ -53,7 +54,7 @@ LOOKS = 4
 """So often a model is evaluated on its way."""
 TEXT_TEST = 512
 DENSE_STEPS, ROUNDS = 6, 3
-PROFILED = (16, 32, 64)
+PROFILED, PROFILE_S = (16, 32, 64), 15.0
 """Batch sizes of a rank; the last is its part of a step."""
 
 
@@ -167,6 +168,10 @@ def text() -> dict[str, list[tuple[float, float]]]:
     return found
 
 
+def planned(problem: Problem) -> Plan:
+    return solve(problem, "auto", PLAN_S).checked()
+
+
 def timed(folder: str, mbit_s: float) -> dict[str, Any]:
     """What is predicted of the plans with and without local steps, and measured. Collective."""
     set_rate(folder, mbit_s)
@@ -180,7 +185,7 @@ def timed(folder: str, mbit_s: float) -> dict[str, Any]:
     for name, allowed in (("together", False), ("apart", True)):
         goal = make_goal(BATCH, optimizer="momentum", allow_local_steps=allowed)
         problem = problem_for(model, cluster, goal, CAPABILITY)
-        plan = rank_zero_decides(lambda asked=problem: solve(asked, "auto", PLAN_S).checked())
+        plan = rank_zero_decides(partial(planned, problem))
         local = plan.local_steps
         system = System(build("cnn-digits"), OPTIMIZERS["cnn"], plan, timeout_s=300)
         drawn = batches(build("cnn-digits").data("train"), BATCH, 12)

@@ -179,9 +179,10 @@ def compute_seconds() -> float:
     training = Training("cnn-digits", EXCHANGES[0], Lossy())
     drawn = batches(build("cnn-digits").data("train"), BATCH, 12)
     taken = []
+    apart: Any = training.model.no_sync
     for batch in drawn:
         # Without it the exchange would be in the step, on fast links as well.
-        with training.model.no_sync():
+        with apart():
             taken.append(training.step(batch))
     return slowest(median(taken[2:]))
 
@@ -255,7 +256,9 @@ def predictions() -> dict[str, float]:
 def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Everything, as one row. Collective."""
     # On fast links first: what is trained to does not depend on them.
-    trained = {} if asked["only"] else {"right": accuracies(), "losses": text_losses()}
+    trained: dict[str, Any] = (
+        {} if asked["only"] else {"right": accuracies(), "losses": text_losses()}
+    )
     found = {**trained, "compute_s": compute_seconds()}
     mbit_s = 8e-6 * GRADIENT_BYTES / (EXPOSED * found["compute_s"])
     set_rate(asked["folder"], mbit_s)

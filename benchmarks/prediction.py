@@ -93,8 +93,9 @@ class Model(NamedTuple):
         """Equally initialised each time."""
         torch.manual_seed(0)
         workload = build(self.name)
-        for block in workload.model.get_submodule("h") if self.compiled else ():
-            block.compile()
+        if self.compiled:
+            for block in workload.model.get_submodule("h").children():
+                block.compile()
         return workload
 
 

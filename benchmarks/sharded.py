@@ -54,7 +54,7 @@ def waiting(measured: Measured, plan: Plan, optimizing: Optimizing) -> System:
             if isinstance(grad_group, ShardedGradGroup) and grad_group.pipeline is not None:
                 grad_group.pipeline.wait_for(grad_group)
 
-    system.optimizer.step = wait  # type: ignore[method-assign]
+    system.optimizer.step = wait  # type: ignore[method-assign,assignment]
     return system
 
 

@@ -274,7 +274,7 @@ def explain(
         raise InputError(f"--plot {plot} draws the memory timeline: add --memory")
     check_out(trace)
     if trace is not None:
-        note(api.trace(made, trace, *made_from))
+        note(api.trace(made, trace, *given))
     if memory:
         check_out(plot)
         timeline = api.memory_timeline(made, *given)

@@ -68,7 +68,7 @@ class Dropping:
         }
         self._due = set()
         for budget, mine in self._budgets:
-            expected, waited = ([known[p] for p in mine] for known in (means, self._waited))
+            expected, waited = [means[p] for p in mine], [self._waited[p] for p in mine]
             sent = budget.choose(expected, waited, self._patience)
             self._due |= {p for p, goes in zip(mine, sent, strict=True) if goes}
 

@@ -66,9 +66,16 @@ class Simulation(NamedTuple):
             else:
                 blocking_s += took
         exposed_s = max(end_s - start_s - compute_s - blocking_s, 0.0)  # what remains
-        sums = end_s - start_s, compute_s, blocking_s, exposed_s, update_s
-        ordered = tuple(sorted(spans, key=lambda s: s.start_s))
-        return Simulation(*(each / steps for each in sums), ordered, start_s, steps)
+        return Simulation(
+            step_s=(end_s - start_s) / steps,
+            compute_s=compute_s / steps,
+            blocking_s=blocking_s / steps,
+            exposed_s=exposed_s / steps,
+            update_s=update_s / steps,
+            spans=tuple(sorted(spans, key=lambda s: s.start_s)),
+            start_s=start_s,
+            steps=steps,
+        )
 
 
 class _Sending:
