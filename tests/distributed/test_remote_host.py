@@ -16,6 +16,7 @@ from meshwright.executor.launch.hosts.protocol import HostOrder, HostRecording, 
 from meshwright.executor.launch.hosts.settings import Hosts
 from meshwright.executor.launch.timeline import STEPS
 from meshwright.planner.schema.record import decode
+from plans import plan as plan_by_hand
 
 from tests.ssh import plan_for_hosts
 
@@ -68,9 +69,8 @@ def test_an_order_arrives_as_it_was_given(tmp_path):
 
 @pytest.mark.slow
 def test_each_host_tells_what_its_ranks_have_recorded(tmp_path):
-    work = HostWork(
-        plan=plan_for_hosts(2), script=(), steps=3, per_host=(1, 1), progress=False, trace=True
-    )
+    plan = msgspec.structs.replace(plan_by_hand(2), target="mlp")
+    work = HostWork(plan=plan, script=(), steps=3, per_host=(1, 1), progress=False, trace=True)
     hosts = [begin(), begin()]
     try:
         for number, host in enumerate(hosts):
