@@ -14,6 +14,10 @@ SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py t
 # Of the command line all but what plans a lot, which takes minutes.
 SMOKE += tests/unit/cli --ignore tests/unit/cli/test_planning.py
 
+# Installed without what they bring, or it would be another torch: what is not here already is named.
+FRAMEWORKS := accelerate psutil lightning-fabric lightning-utilities tensorboard
+FRAMEWORKS += absl-py grpcio markdown protobuf tensorboard-data-server werkzeug
+
 .PHONY: help demo test test-all test-long smoke lint types docs lock bench-prediction bench-memory bench-gpu bench-planner bench-deeppool bench-lossy bench-advise bench-local-steps bench-laysa bench-zoo bench-exchange bench-sharded bench-burst bench-unequal bench-checkpoint testbed clean
 
 help:
@@ -60,18 +64,24 @@ $(VENV)/vision.stamp: $(VENV)/test.stamp
 	$(PIP) --no-deps --upgrade --target $(VENV)/vision timm torchvision
 	touch $@
 
+# Frameworks that examples train in, and TensorBoard, for the tests of these alone and beside the
+# environment: where accelerate is installed, transformers loads models in another way.
+$(VENV)/frameworks.stamp: $(VENV)/test.stamp
+	$(PIP) --no-deps --upgrade --target $(VENV)/frameworks $(FRAMEWORKS)
+	touch $@
+
 demo: $(VENV)/run.stamp
 	$(BIN)/meshwright demo
 
-test: $(VENV)/test.stamp
+test: $(VENV)/frameworks.stamp
 	$(SINGLE) -m "not slow and not long"
 	$(SEVERAL) -m "not slow and not long"
 
-test-all: $(VENV)/vision.stamp
+test-all: $(VENV)/vision.stamp $(VENV)/frameworks.stamp
 	$(SINGLE) -m "not long"
 	$(SEVERAL) -m "not long"
 
-test-long: $(VENV)/test.stamp
+test-long: $(VENV)/frameworks.stamp
 	$(TEST) -m long
 	HYPOTHESIS_PROFILE=search $(TEST) -n auto tests/property
 

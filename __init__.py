@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .cli.demonstration import demo
     from .executor.checkpoint.checkpoint import Checkpoint, checkpoint
     from .executor.checkpoint.weights import export, load_model, save_model
+    from .executor.frameworks.adapt import adapt
     from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.launch.hosts.settings import Hosts
@@ -67,6 +68,7 @@ _HOMES = {
     ".cli.demonstration": "demo",
     ".executor.checkpoint.checkpoint": "Checkpoint checkpoint",
     ".executor.checkpoint.weights": "export load_model save_model",
+    ".executor.frameworks.adapt": "adapt",
     ".executor.gradients.feedback": "Lossy",
     ".executor.micro": "join micro_batches",
     ".executor.parallel": (
@@ -102,6 +104,7 @@ __all__ = [
     "RunReport",
     "TrainingProgress",
     "Workload",
+    "adapt",
     "advise",
     "agreed_state_dict",
     "auto_parallelize",

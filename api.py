@@ -586,6 +586,7 @@ def launch(
     restarts: Restarts | int = 0,
     progress: bool = True,
     trace: str | Path | None = None,
+    tensorboard: str | Path | None = None,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunReport | None:
@@ -615,7 +616,8 @@ def launch(
     ``progress`` is shown by rank 0 while it trains, on stderr. ``trace`` is a file for the
     timelines of a few steps, as they are predicted and as ranks have recorded them (see ``trace``);
     each of several hosts that were not started from here writes that of its own ranks, host n with
-    n behind the file's name.
+    n behind the file's name. ``tensorboard`` is a folder into which rank 0 writes scalars of each
+    step for TensorBoard, which must be installed.
     """
     from .executor.launch.background import Background
     from .executor.launch.hosts.elastic import launch_elastic
@@ -623,6 +625,7 @@ def launch(
     from .executor.launch.hosts.settings import counts_of
     from .executor.launch.launch import keeping_for, launch, ranks_for, ranks_of_hosts
     from .executor.launch.restarts import Restarts
+    from .executor.launch.scalars import TENSORBOARD_VARIABLE
     from .executor.launch.timeline import LEAST_STEPS
     from .executor.launch.training_progress import PROGRESS_VARIABLE
 
@@ -646,6 +649,9 @@ def launch(
 
     recorded = None if trace is None else write_trace
     if hosts is not None:
+        if tensorboard is not None:
+            # Named from the working folder there.
+            hosts = hosts.telling({TENSORBOARD_VARIABLE: str(Path(hosts.where) / tensorboard)})
         if (nodes, node_rank, rendezvous) != (1, 0, None):
             raise InputError(
                 "hosts say themselves how many they are and where they meet: leave out nodes, "
@@ -663,7 +669,7 @@ def launch(
             return launch_elastic(work, hosts, again, at_end, say, recorded)
         return launch_over_ssh(work, hosts, at_end, say, recorded)
     # Wrong counts and hosts are refused before a process is started.
-    ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
+    ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet, tensorboard)
     ranks = ranks.telling({PROGRESS_VARIABLE: "1" if progress else ""})
     keeping = keeping_for(checkpoint, checkpoint_every, resume=resume)
     return launch(plan, script, steps, ranks, background_job, keeping, at_end, say, again, recorded)

@@ -21,6 +21,8 @@ from .report import report
 
 # The exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells have it.
 STOPPED = 130
+# Characters of a path that are shown of one that is too long.
+LONGEST_NAME = 80
 # Objects made after which Python looks for circles of garbage (itself: 700 to 2,000, by version).
 GARBAGE = 10_000
 
@@ -76,6 +78,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # it ends and complain, so that goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        # A path that no file can have (too long, links in a circle): said of the path, wherever it
+        # was looked at first. What has no path is no mistake of the user's.
+        if error.filename is None:
+            raise
+        name = str(error.filename)
+        shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…"
+        return _say(
+            f"cannot use {shown!r}: {error.strerror}; name another path", InputError.exit_code
+        )
     except Exception as error:
         # typer's errors of usage have changed modules between its versions, not their methods.
         words = getattr(error, "format_message", None)

@@ -47,7 +47,7 @@ _BELONGS = {
 _PASSED_ON = (
     "steps", "timeout", "report", "background", "background_limit", "background_memory",
     "background_at_end", "background_grace", "background_log", "checkpoint", "checkpoint_every",
-    "resume", "progress", "trace", "json",
+    "resume", "progress", "trace", "tensorboard", "json",
 )  # fmt: skip
 
 

@@ -143,6 +143,7 @@ def launch(
     cluster: options.PlansCluster = None,
     progress: options.ShowProgress = True,
     trace: options.RunTrace = None,
+    tensorboard: options.Tensorboard = None,
     json: options.Json = False,
 ) -> None:
     """Run a plan, here or on several hosts, and end with what was predicted beside what was
@@ -217,6 +218,7 @@ def launch(
             restarts=restarts,
             progress=progress,
             trace=trace,
+            tensorboard=tensorboard,
             at_end=at_end,
             say=note,
         )

@@ -295,6 +295,14 @@ Resume = Annotated[
         "some.",
     ),
 ]
+Tensorboard = Annotated[
+    Path | None,
+    typer.Option(
+        "--tensorboard",
+        help="Write loss, step time, samples per second and the predicted step of each step into "
+        "this folder, for TensorBoard.",
+    ),
+]
 
 MaxRestarts = Annotated[
     int | None,

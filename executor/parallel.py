@@ -28,10 +28,24 @@ _RUN = "_meshwright_run"
 _latest: weakref.ref[Run] | None = None
 
 
+class _NotWrapped:
+    """Stands where torch's DistributedDataParallel looks up what it is to leave out of a model, as
+    it does first of all with a model that it is given."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise InputError(
+            "this model has a plan, by which it exchanges its gradients itself, and "
+            "DistributedDataParallel around it would do so again: leave that out; a Trainer, an "
+            "Accelerator or a strategy of Fabric leaves it out after mw.adapt (docs/frameworks.md)"
+        )
+
+
 class ParallelModule(nn.Module):
     """Mixed into the class of a model that a plan was applied to; the object stays the same, and an
     instance of its own class.
     """
+
+    _ddp_params_and_buffers_to_ignore = _NotWrapped()
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,13 +105,18 @@ class ParallelModule(nn.Module):
 
 def adopt(model: ModelT, run: Run) -> None:
     """Makes ``model`` a ``ParallelModule`` that ``run`` looks after."""
-    cls = type(model)
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    # Its class is swapped and not the object, which the user and optimizers hold; under the same
-    # name, which some libraries write into configurations.
-    model.__class__ = type(cls.__name__, (ParallelModule, cls), body)
+    mix_in(model, ParallelModule)
     model.__dict__[_RUN] = run
     _set_latest(run)
+
+
+def mix_in(thing: Any, mixin: type) -> None:
+    """Puts ``mixin`` before the class of an object, which stays the same."""
+    # The class is swapped and not the object, which the user and optimizers hold; under the same
+    # name, which some libraries write into configurations.
+    cls = type(thing)
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    thing.__class__ = type(cls.__name__, (mixin, cls), body)
 
 
 def is_parallel(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..planner.schema.cluster import Cluster, Device, Level, Node
+from ..planner.schema.cluster import Cluster, Device, Level, Node, check_ranks
 from ..planner.schema.errors import InputError
 from ..planner.schema.text import option, size
 
@@ -181,6 +181,7 @@ def describe_cluster(
     """
     _positive("nodes", nodes)
     _positive("devices_per_node", devices_per_node)
+    check_ranks(nodes * devices_per_node)
     for what, value in (
         ("memory_bytes", memory_bytes),
         ("host_gbyte_s", host_gbyte_s),

@@ -221,7 +221,7 @@ def _profile_key(
     workload: Workload,
     batches: Sequence[int] | None,
     device: torch.device,
-    hosts: tuple[tuple[str, str], ...],
+    hosts: tuple[tuple[str, str], ...] = (),
 ) -> str:
     # All that times and bytes depend on. The weights' values are not part of it. ``hosts`` that
     # measured together, with their devices, may be of unequal speed.

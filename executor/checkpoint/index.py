@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -61,11 +62,19 @@ class StoredTensor(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        dtype_of(self.dtype)
+        each = dtype_of(self.dtype).itemsize
         for chunk in self.chunks:
             ends = [o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True)]
             if any(end > length for end, length in zip(ends, self.shape, strict=True)):
                 raise ValueError(f"a chunk of {self.name!r} goes beyond its shape")
+            if chunk.stop - chunk.start != prod(chunk.sizes) * each:
+                raise ValueError(f"a chunk of {self.name!r} has not as many bytes as it needs")
+        # No memory is made for a tensor that no file could fill.
+        if sum(prod(chunk.sizes) for chunk in self.chunks) != prod(self.shape):
+            raise ValueError(f"the chunks of {self.name!r} do not make it up")
+        begins = [chunk.offsets for chunk in self.chunks if prod(chunk.sizes)]
+        if len(set(begins)) != len(begins):
+            raise ValueError(f"two chunks of {self.name!r} begin at the same element")
 
 
 class CheckpointIndex(Record, frozen=True, kw_only=True):
@@ -82,6 +91,19 @@ class CheckpointIndex(Record, frozen=True, kw_only=True):
     decisions: str
     files: tuple[StoredFile, ...]
     tensors: tuple[StoredTensor, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for what, names in (
+            ("file", [file.name for file in self.files]),
+            ("tensor", [tensor.name for tensor in self.tensors]),
+        ):
+            if len(set(names)) != len(names):
+                raise ValueError(f"a {what} is listed twice")
+        for tensor in self.tensors:
+            for chunk in tensor.chunks:
+                if chunk.file >= len(self.files) or chunk.stop > self.files[chunk.file].bytes:
+                    raise ValueError(f"a chunk of {tensor.name!r} lies in no file")
 
 
 class _Sealed(Record, frozen=True, kw_only=True):

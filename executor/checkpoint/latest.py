@@ -80,6 +80,8 @@ def first_whole(
     for step in steps:
         where = folder / step_name(step)
         index = read(where)
+        if isinstance(index, CheckpointIndex) and index.step != step:
+            index = f"it is the checkpoint of step {index.step}, under another name"
         damage = index if isinstance(index, str) else wrong(where, index)
         if isinstance(index, CheckpointIndex) and damage is None:
             return Latest(folder, index, damaged)

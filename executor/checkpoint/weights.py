@@ -109,20 +109,21 @@ def write_weights(
         raise InputError(f"cannot write {path}: there is no folder {path.absolute().parent}")
     try:
         if path.suffix in _TORCH:
-            _in_one(path, lambda partial: torch.save(_apart(state), partial))
+            replaced_by(path, lambda partial: torch.save(_apart(state), partial))
         elif path.suffix == _SAFE:
-            _in_one(path, lambda partial: _write_safe(state, partial))
+            replaced_by(path, lambda partial: _write_safe(state, partial))
         elif save_pretrained is not None:
             save_pretrained(path, state_dict=dict(state))
         else:
             path.mkdir(parents=True, exist_ok=True)
-            _in_one(path / _IN_FOLDER, lambda partial: _write_safe(state, partial))
+            replaced_by(path / _IN_FOLDER, lambda partial: _write_safe(state, partial))
     except (OSError, RuntimeError) as error:  # torch words a full disk as the latter
         what = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise InputError(f"cannot write {path}: {what}; name another place") from None
 
 
-def _in_one(path: Path, write: Callable[[Path], Any]) -> None:
+def replaced_by(path: Path, write: Callable[[Path], Any]) -> None:
+    """Has ``write`` fill a new file, which takes the name ``path`` when it is whole and on disk."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         write(partial)

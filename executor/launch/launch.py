@@ -44,6 +44,7 @@ from .report import (
     report_of_script,
 )
 from .restarts import Restarts, run_with_restarts
+from .scalars import TENSORBOARD_VARIABLE, scalar_folder
 from .start import cores
 from .tasks import PLAN, Keeping, Task, run_task
 from .timeline import TRACE_VARIABLE, recorded_in
@@ -240,10 +241,13 @@ def ranks_for(
     rendezvous: str | None,
     timeout_s: float | None,
     quiet: bool,
+    tensorboard: str | Path | None = None,
 ) -> Ranks:
     """The ranks of this host: the plan's, divided over the hosts, where no number is given."""
     counts = ranks_of_hosts(plan, ranks_here, nodes)
     environment = {STDOUT_TO_STDERR: "1"} if quiet else {}
+    if tensorboard is not None:
+        environment[TENSORBOARD_VARIABLE] = scalar_folder(tensorboard)
     here = counts[node_rank] if 0 <= node_rank < nodes else counts[0]  # refused by Ranks itself
     return Ranks(here, nodes, node_rank, rendezvous, timeout_s, environment, counts)
 
@@ -251,13 +255,13 @@ def ranks_for(
 def ranks_of_hosts(plan: Plan, asked: int | Sequence[int] | None, nodes: int) -> tuple[int, ...]:
     """How many ranks start on each of some hosts: the plan's, divided over them, or those that are
     asked for, one number for each host or one for all."""
+    if nodes > plan.world_size:
+        raise InputError(
+            f"the plan has {plan.world_size} ranks and {nodes} hosts were named: use "
+            f"{plan.world_size} of them at most"
+        )
     if asked is None:
         each, left = divmod(plan.world_size, max(nodes, 1))
-        if not each:
-            raise InputError(
-                f"the plan has {plan.world_size} ranks and {nodes} hosts were named: use "
-                f"{plan.world_size} of them at most"
-            )
         if left:
             raise InputError(
                 f"the plan's {plan.world_size} ranks do not divide over {nodes} hosts: use as many "

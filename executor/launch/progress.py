@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -12,8 +13,10 @@ Step = Callable[[int, int, str], None]
 
 def console(*, error: bool = False) -> Console:
     """Where to print: as wide as the terminal, and wide enough for a table where there is none."""
-    made = Console(stderr=error, highlight=False)
-    return made if made.is_terminal else Console(stderr=error, highlight=False, width=118)
+    # Names of units and files are shown as they are: brackets in them are no markup.
+    plain = partial(Console, stderr=error, highlight=False, markup=False, emoji=False)
+    made = plain()
+    return made if made.is_terminal else plain(width=118)
 
 
 @contextlib.contextmanager
@@ -25,7 +28,7 @@ def progress(title: str, *, show: bool = True) -> Iterator[Step]:
         yield lambda done, total, what: None
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),

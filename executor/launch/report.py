@@ -21,6 +21,7 @@ from ...planner.schema.report import BackgroundFigures, Figures, RunReport, pred
 from ..background.protocol import State
 from ..parallel import run_of
 from ..step_clock import StepMoments, clock_of
+from .scalars import given_writer
 from .train import Measured, reserved_at_most, typical_of
 
 # The file of the plan that ``auto_parallelize`` is to apply.
@@ -106,9 +107,13 @@ class _RunFigures:
         self._typical = typical_of(run.whole_plan)
         self._device = device_of(model)
         self._steps: list[StepMoments] = []
+        self._writer = given_writer(run.whole_plan, run.world.rank)
         clock_of(run, model, optimizer).listeners.append(self._stepped)
 
     def _stepped(self, step: StepMoments) -> None:
+        # Of the step before: on a device's streams this one may still be going on.
+        if self._writer is not None and self._steps:
+            self._writer.write(len(self._steps), self._steps[-1].seconds()[0])
         self._steps.append(step)
         if self._device.type == "cuda" and len(self._steps) == WARM_UP:
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -160,9 +160,11 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport | No
     from ..parallel import run_of
     from .attribution import check_mean
     from .report import report_of_training
+    from .scalars import given_scalars
     from .timeline import record_timeline
     from .train import (
         WARM_UP,
+        LaunchedStep,
         accuracy,
         begin_training,
         drawing,
@@ -190,15 +192,26 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport | No
         if not numbers:
             kept.close()
             return None
-    shown = TrainingProgress(run_of(chosen.model), device) if progress_asked() else None
+    run = run_of(chosen.model)
+    shown = TrainingProgress(run, device) if progress_asked() else None
+    scalars = given_scalars(run)
+
+    def launched(number: int, step: LaunchedStep) -> None:
+        if shown is not None:
+            shown.launched(step)
+        if scalars is not None:
+            scalars.stepped(number, step)
+
     if shown is not None:
         shown.begin(numbers.start, numbers.stop)
     measured = run_range(
         chosen, plan, numbers, optimizer=optimizer, draw=draw, scaler=scaler, kept=kept,
-        launched=shown.launched if shown is not None else lambda step: None,
+        launched=launched,
     )  # fmt: skip
     if shown is not None:
         shown.end()
+    if scalars is not None:
+        scalars.close()
     if measured is None:
         return None
     return report_of_training(plan, measured, accuracy(chosen, device))

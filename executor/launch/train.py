@@ -158,8 +158,8 @@ def run_range(
     draw: Callable[[int], Batch] | None = None,
     scaler: GradScaler | None = None,
     kept: Checkpoint | None = None,
+    launched: Callable[[int, LaunchedStep], None] = lambda number, step: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    launched: Callable[[LaunchedStep], None] = lambda step: None,
 ) -> Measured | None:
     """The same for the steps of those ``numbers``, which ``kept`` checkpoints count; it ends with
     one. The first two are not measured: None where there are no others. ``launched`` is told of
@@ -175,7 +175,7 @@ def run_range(
     taken = []
     for number in numbers:
         taken.append(step(draw(number)))
-        launched(taken[-1])
+        launched(number, taken[-1])
         saved = kept is not None and kept.step()
         progress(number + 1, numbers.stop)
     if kept is not None:

@@ -16,7 +16,7 @@ import msgspec
 
 from ..cost.cost import CostModel
 from ..explain.why import check_belongs
-from ..schema.cluster import Cluster
+from ..schema.cluster import Cluster, check_ranks
 from ..schema.errors import InputError
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
@@ -217,6 +217,7 @@ def _check(
 ) -> None:
     if devices < 1:
         raise InputError(f"a cluster of {devices} devices runs nothing: give at least 1")
+    check_ranks(devices)
     for one, step in zip(foregrounds, steps, strict=True):
         if one.devices > devices:
             raise InputError(

@@ -3,12 +3,21 @@
 from typing import Literal
 
 from .curve import Curve
-from .record import Bytes, Count, Document, Positive, Record, Seconds, Spread
+from .errors import InputError
+from .record import Bytes, Count, Document, Positive, Record, Seconds, Spread, check_real
 
 Collective = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 LevelName = Literal["intra", "inter"]
 LINK_NAMES: dict[LevelName, str] = {"inter": "between nodes", "intra": "inside nodes"}
 """What people call the links of a level."""
+MOST_RANKS = 2**16
+"""Clusters and plans of more ranks are refused, before anything is made for each of them."""
+
+
+def check_ranks(ranks: int) -> None:
+    """Raises ``InputError`` for more ranks than can be planned for."""
+    if ranks > MOST_RANKS:
+        raise InputError(f"{ranks} ranks cannot be planned for: ask for at most {MOST_RANKS}")
 
 
 class Device(Record, frozen=True, kw_only=True):
@@ -136,6 +145,7 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
         super().__post_init__()
         if not self.nodes:
             raise ValueError("a cluster needs at least one node")
+        check_ranks(self.world_size)
         names = [level.name for level in self.levels]
         if len(set(names)) != len(names):
             raise ValueError(f"a level is listed twice in {', '.join(names)}")
@@ -152,7 +162,8 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
             raise ValueError(f"pair_bytes_per_s must be {size} by {size}, one row for each rank")
         for i, row in enumerate(pairs):
             for j, rate in enumerate(row):
-                if not 0 <= rate < float("inf") or (i != j and rate == 0):
+                check_real(f"pair_bytes_per_s[{i}][{j}]", rate)
+                if rate < 0 or (i != j and rate == 0):
                     raise ValueError(f"pair_bytes_per_s[{i}][{j}] is {rate}, expected above zero")
 
     def overhead_of(self, *, sliced: bool) -> StepOverhead:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 from .errors import InputError
 from .layout import Layout, Style
 from .local_steps import OUTER_LR, OUTER_MOMENTUM
-from .record import Bytes, Count, Positive, Record, Share, Slowdown
+from .record import MOST, Bytes, Count, Positive, Record, Share, Slowdown
 from .text import option
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
@@ -57,8 +57,6 @@ OPTIMIZERS: dict[OptimizerName, Optimizer] = {
     "adamw": Optimizer("AdamW", STATE_COPIES["AdamW"], 2, 1),
 }
 
-# Times are predicted in floating point, which holds every whole number up to here.
-MOST = 2**53
 OBJECTIVES = {"step": "time", "gpu-seconds": "gpu_seconds"}
 """What users call what shall be least, and what ``Goal`` calls it."""
 

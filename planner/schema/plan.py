@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from .cluster import check_ranks
 from .errors import InputError
 from .goal import Goal
 from .layout import Layout, Style
@@ -216,6 +217,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     def __post_init__(self) -> None:
         super().__post_init__()
         # What no plan may be. Whether an executor can run it is its ``Capability``'s to say.
+        check_ranks(self.world_size)
         if sorted(self.placement) != list(range(self.world_size)):
             order = ", ".join(map(str, self.placement))
             raise ValueError(

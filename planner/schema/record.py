@@ -1,7 +1,6 @@
 """What all records share: immutable, typed, validated, and the same bytes in and out of JSON."""
 
 import hashlib
-import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,12 +11,20 @@ import msgspec
 
 from .errors import InputError
 
+MOST = 2**53
+"""The largest whole number in a record: times are predicted in floating point, which holds every
+whole number up to here."""
+
+# Real numbers beyond these are none that anybody has measured. Products of a few stay finite, and
+# quotients too.
+SMALLEST, LARGEST = 1e-60, 1e60
+
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
-Bytes = Annotated[int, msgspec.Meta(ge=0)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 # Bytes per sample and the like need not be whole.
 BytesReal = Annotated[float, msgspec.Meta(ge=0)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Index = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Spread = Annotated[float, msgspec.Meta(ge=0)]
@@ -33,8 +40,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         for path, value in _floats(self):
-            if not math.isfinite(value):
-                raise ValueError(f"{path} is {value}, expected a finite number")
+            check_real(path, value)
 
 
 class Document(Record, frozen=True, kw_only=True, tag_field="document"):
@@ -43,6 +49,17 @@ class Document(Record, frozen=True, kw_only=True, tag_field="document"):
     # Each kind has its own, raised when a field goes or means something else: files of another
     # version are refused by name, and those of other kinds can still be read.
     schema_version: int = 1
+
+
+def check_real(path: str, value: float) -> None:
+    """Raises ``InputError`` for what is no number, and for one that is so large or small that what
+    is computed from it would not be finite."""
+    # Written so that what is no number is refused, too. A record that was computed from figures
+    # that are only just allowed is refused here like one that was read.
+    if value and not SMALLEST <= abs(value) <= LARGEST:
+        raise InputError(
+            f"{path} is {value:g}, expected 0 or a number from {SMALLEST:g} to {LARGEST:g} in size"
+        )
 
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -143,6 +160,10 @@ def save(record: Record, path: str | Path) -> None:
 def write_whole(path: str | Path, data: bytes) -> None:
     """Writes bytes to ``path`` so that no reader ever sees half a file."""
     target = Path(path)
+    if target.exists() and not target.is_file() and not target.is_dir():
+        # A device or a pipe (/dev/stdout) is written to, and not replaced by a file.
+        _write_into(target, data)
+        return
     # A temporary file beside it, then a rename: this is atomic inside one file system only.
     try:
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
@@ -161,6 +182,15 @@ def write_whole(path: str | Path, data: bytes) -> None:
     except BaseException:  # Ctrl-C as well leaves no temporary file
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _write_into(target: Path, data: bytes) -> None:
+    try:
+        with target.open("wb") as file:
+            file.write(data)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"cannot write {target}: {reason}; name another file") from None
 
 
 def fingerprint(record: Record) -> str:

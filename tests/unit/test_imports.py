@@ -40,6 +40,7 @@ ORDER = (
     "executor/background",
     "executor",
     "executor/checkpoint",
+    "executor/frameworks",
     "executor/launch",
     "executor/launch/hosts",
     "profiler",

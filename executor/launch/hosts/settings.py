@@ -102,6 +102,10 @@ class Hosts:
         """The working folder on the hosts."""
         return self.folder or str(Path.cwd())
 
+    def telling(self, more: Mapping[str, str]) -> Hosts:
+        """The same hosts, which get these variables besides."""
+        return replace(self, environment={**self.environment, **more})
+
     @property
     def told(self) -> dict[str, str]:
         """All variables that hosts get."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgspec
 
-from ...schema.cluster import Cluster, Node
+from ...schema.cluster import Cluster, Node, check_ranks
 from ...schema.errors import InputError
 from ..problem import Problem
 
@@ -24,6 +24,7 @@ def resized(cluster: Cluster, ranks: int) -> Cluster:
     cluster itself where it has as many."""
     if ranks == cluster.world_size:
         return cluster
+    check_ranks(ranks)
     node = cluster.nodes[0]
     each = len(node.devices)
     if ranks < 1 or (ranks > each and ranks % each):

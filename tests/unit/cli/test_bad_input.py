@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -303,6 +305,72 @@ def test_another_kind_of_document_names_the_option_and_the_way_to_make_it(
     refused(done, 2, "--profile", "cluster.json is a Cluster", "a ModelProfile is needed")
     done = meshwright("compare", plan_file, cluster_file)
     refused(done, 2, "B", "cluster.json is a Cluster", "a Plan is needed")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("1e300", ("levels[0]", "bytes_per_s is 1e+300", "1e-60 to 1e+60")),
+        ("1e-300", ("levels[0]", "bytes_per_s is 1e-300")),
+        ("1" * 400, ("levels[0]",)),
+    ],
+)
+def test_figures_that_nobody_has_measured(meshwright, profile_file, cluster_file, value, words):
+    """What is computed from them would be infinite, or nothing."""
+    text = cluster_file.read_text().replace('"bytes_per_s": 125000000.0', f'"bytes_per_s": {value}')
+    cluster_file.write_text(text)
+    done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256)
+    refused(done, 2, "cluster.json", *words)
+
+
+def test_so_many_ranks_that_nothing_could_be_made_for_each(
+    meshwright, profile_file, cluster_file, plan_file
+):
+    many = 10**12
+    planned = ("plan", profile_file, "-c", cluster_file, "--batch", 256)
+    described = ("cluster", "--device", "h100-sxm", "--inter-gbit-s", 10, "--nodes", many)
+    for line in (
+        (*planned, "--ranks", many),
+        (*planned, "--ranks", f"8,{many}"),
+        described,
+        ("multiplex", plan_file, "--profile", profile_file, "--cluster", cluster_file,
+         "--devices", many),
+    ):  # fmt: skip
+        refused(meshwright(*line), 2, str(many), "ask for at most 65536")
+    words = f"{many} hosts were named", "use 8 of them at most"
+    refused(meshwright("launch", plan_file, "--nnodes", many, "--nproc", 1), 2, *words)
+    changed(plan_file, world_size=many)
+    refused(meshwright("compare", plan_file, plan_file), 2, str(many), "ask for at most 65536")
+
+
+def test_names_are_shown_as_they_are(meshwright, plan_file):
+    """Brackets and colons in the name of a unit are no markup and no pictures."""
+    for name in ("a[/b]", "[red]c", ":bug:"):
+        changed(plan_file, units__1__name=name)
+        done = meshwright("compare", plan_file, plan_file)
+        assert done.code == 0, done.err
+    other = plan_file.with_name("other.json")
+    other.write_bytes(plan_file.read_bytes())
+    changed(other, units__1__layout={"groups": 1, "degree": 8, "first": 0})
+    assert ":bug:" in meshwright("compare", plan_file, other).out
+
+
+def test_a_pipe_is_written_to_and_not_replaced(meshwright, profile_file, cluster_file, tmp_path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256, "-o", pipe)
+    reader.join(10)
+    assert done.code == 0, done.err
+    assert pipe.is_fifo()
+    assert json.loads(read[0])["document"] == "Plan"
+
+
+def test_a_path_that_no_file_can_have(meshwright, plan_file):
+    done = meshwright("launch", plan_file, "x" * 5000)
+    refused(done, 2, "cannot use 'xxxx", "xxx…': File name too long; name another path")
+    assert len(done.sentence) < 200
 
 
 def test_plan_with_a_step_of_nan(meshwright, plan_file):

@@ -2,10 +2,13 @@
 
 import msgspec
 import pytest
+from meshwright import api
 from meshwright.cli.launch import separate_script
 from meshwright.executor.checkpoint.folder import prepare
 from meshwright.executor.checkpoint.storage import Description
 from meshwright.executor.checkpoint.storage import save as save_checkpoint
+from meshwright.executor.launch.hosts.settings import Hosts
+from meshwright.executor.launch.scalars import TENSORBOARD_VARIABLE
 from meshwright.planner.schema.local_steps import LocalSteps
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import load, save
@@ -119,3 +122,39 @@ def test_ranks_are_told_of_checkpoints(meshwright, plan_file, tmp_path, monkeypa
     assert "note: nothing was measured: fewer than 3 of --steps were left" in done.err
     (task,) = started
     assert (task.keeping.folder, task.keeping.every) == (str(tmp_path / "kept"), 50)
+
+
+def test_scalars_need_tensorboard(meshwright, plan_file, tmp_path, monkeypatch):
+    """Said before anything starts, with the remedy; ranks are told of the folder otherwise."""
+    told: list[object] = []
+    monkeypatch.setattr(
+        "meshwright.executor.launch.launch.run_task",
+        lambda task, ranks, *given: told.append(ranks.environment),
+    )
+    launch = ("launch", plan_file, "--tensorboard")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = meshwright(*launch, "scalars")
+    assert (done.code, told) == (2, [])
+    assert "not installed: pip install tensorboard" in done.sentence
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    done = meshwright(*launch, plan_file)
+    assert (done.code, told) == (2, [])
+    assert "is a file: name a folder" in done.sentence
+    meshwright(*launch, "scalars")
+    assert told == [{TENSORBOARD_VARIABLE: str(tmp_path / "scalars")}]
+    done = meshwright(*launch, "scalars", "--hosts", "a,b", "--nproc", 4, "--dry-run")
+    assert done.out.count("--tensorboard=scalars") == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "there"), [("scalars", "/there/scalars"), ("/data/scalars", "/data/scalars")]
+)
+def test_hosts_write_scalars_in_their_own_folder(plan_file, monkeypatch, given, there):
+    told: list[object] = []
+    monkeypatch.setattr(
+        "meshwright.executor.launch.hosts.over_ssh.launch_over_ssh",
+        lambda work, hosts, *more: told.append(hosts.environment),
+    )
+    hosts = Hosts(("a", "b"), folder="/there", environment={"A": "b"})
+    api.launch(load(Plan, plan_file), hosts=hosts, tensorboard=given)
+    assert told == [{"A": "b", TENSORBOARD_VARIABLE: there}]

@@ -366,3 +366,11 @@ def test_flat_boxes_are_few():
     assert list(flat_boxes((), 0, 1)) == [TensorBox((), ())]
     assert list(flat_boxes((3, 2), 2, 2)) == []
     assert len(list(flat_boxes((4, 3, 2), 3, 21))) == 5
+
+
+def test_a_checkpoint_under_another_name_is_passed_over(tmp_path: Path):
+    write(tmp_path, 50)
+    write(tmp_path, 60).rename(tmp_path / folders.step_name(70))
+    found = latest_whole(tmp_path)
+    assert found.step == 50
+    assert "of step 70 is damaged (it is the checkpoint of step 60" in found.sentence

@@ -1,0 +1,461 @@
+"""The Trainer, Accelerate and Lightning Fabric train as our own loop does, under plans of all
+kinds: the examples, run on two ranks, end with the same parameters bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from meshwright.executor.apply import apply
+from meshwright.executor.frameworks.adapt import adapt
+from meshwright.executor.parallel import full_optimizer_state_dict, full_state_dict
+from meshwright.models.units.discover import discover
+from meshwright.models.workload import Batch
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.record import save
+from plans import by_columns_and_rows, plan_for, scheduled
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from tests import frameworks
+
+STEPS = 4
+PLANS = ("data parallel", "divided", "sharded", "fully sharded")
+
+
+@pytest.fixture(scope="module")
+def two(ranks) -> Iterator[Ranks]:
+    """Two ranks that import accelerate, which no other test's ranks are to have."""
+    pool = Ranks(2)
+    yield pool
+    pool.stop()
+
+
+# -- on each rank -------------------------------------------------------------------------------
+
+
+def begin(rank: int) -> None:
+    """As torchrun starts a rank."""
+    frameworks.use()
+    named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in named.items()})
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test"}
+    os.environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    if "accelerate" in sys.modules:  # it has one state for all that a process does
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def made_plan(model: nn.Module, batch: Batch, kind: str) -> Plan:
+    divided = by_columns_and_rows(model, 2, ("linear", "conv", "mlp", "attention", "embedding"))
+    choose = {"choose": divided} if kind == "divided" else {}
+    with scheduled("barrier" if kind == "data parallel" else "priority"):
+        made = plan_for(discover(model, batch), 2, **choose, statistics="local")
+    exchange = {"sharded": "sharded", "fully sharded": "fully_sharded"}.get(kind, "dense")
+    units = tuple(msgspec.structs.replace(unit, exchange=exchange) for unit in made.units)
+    if kind == "divided":
+        assert any(unit.layout.degree == 2 for unit in units)
+    return msgspec.structs.replace(made, units=units)
+
+
+def given(plan: Plan, folder: str, rank: int) -> None:
+    """The plan is what the next ``auto_parallelize`` applies, as ``launch`` has it."""
+    path = Path(folder) / f"plan-{rank}.json"
+    save(plan, path)
+    os.environ["MESHWRIGHT_PLAN"] = str(path)
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), (name, (found[name] - value).abs().max())
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+# -- the Trainer --------------------------------------------------------------------------------
+
+
+def trainer_for(rank: int, folder: str, kind: str, **more: Any) -> Any:
+    import with_trainer as example
+
+    model = example.network()
+    shown = torch.zeros(2, example.LENGTH, dtype=torch.long)
+    given(
+        made_plan(model, Batch((), None, {"input_ids": shown, "labels": shown}), kind), folder, rank
+    )
+    settings = {"max_steps": STEPS, "save_strategy": "no", "logging_steps": STEPS}
+    return example.planned_trainer(example.settings(f"{folder}/out", **{**settings, **more}))
+
+
+def by_our_loop(trainer: Any, plan: Plan, fed: list[dict[str, Any]], parts: int) -> nn.Module:
+    """What the Trainer does in a step, written out, on the batches that it has fed."""
+    import with_trainer as example
+    from transformers import Trainer, get_scheduler
+
+    model = example.network()
+    optimizer = Trainer(model, trainer.args).create_optimizer()
+    apply(model, optimizer, plan)
+    mixed = torch.autocast("cpu", torch.bfloat16) if trainer.args.bf16 else nullcontext()
+    schedule = get_scheduler("linear", optimizer, 0, STEPS)
+    model.train()
+    for number, batch in enumerate(fed, start=1):
+        last = number % parts == 0
+        with nullcontext() if last else model.no_sync():
+            with mixed:
+                loss = model(**batch).loss
+            (loss * dist.get_world_size()).backward()
+        if last:
+            nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+            optimizer.step()
+            schedule.step()
+            model.zero_grad()
+    return model
+
+
+def trainer_trains(rank: int, folder: str, kind: str, parts: int = 1, **more: Any) -> None:
+    begin(rank)
+    from meshwright.executor.parallel import run_of
+
+    trainer = trainer_for(rank, folder, kind, gradient_accumulation_steps=parts, **more)
+    fed: list[dict[str, Any]] = []
+    handle = trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(dict(kwargs)), with_kwargs=True
+    )
+    trainer.train()
+    handle.remove()
+    assert len(fed) == STEPS * parts
+    # Each rank has had samples of its own.
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, fed[0]["input_ids"])
+    assert not torch.equal(*both)
+    mine = by_our_loop(trainer, run_of(trainer.model).whole_plan, fed, parts)
+    same(full_state_dict(trainer.model), full_state_dict(mine))
+
+
+def trainer_saves(rank: int, folder: str, kind: str) -> None:
+    """A training that goes on from the Trainer's checkpoint ends as one without interruption."""
+    begin(rank)
+    from transformers import LlamaForCausalLM
+
+    half = STEPS // 2
+    keeps = {"save_strategy": "steps", "save_steps": half}
+    trainer = trainer_for(rank, folder, kind, **keeps)
+    trainer.train()
+    ended = copied(full_state_dict(trainer.model))
+    found = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        pieces = trainer.eval_dataset.pieces
+        trainer.model.eval()
+        mine = trainer.model(input_ids=pieces, labels=pieces).loss.item()
+    assert found == pytest.approx(mine, rel=1e-5)
+    dist.barrier()
+    kept = Path(folder) / "out" / f"checkpoint-{half}"
+    again = trainer_for(rank, folder, kind, **keeps)
+    again.train(resume_from_checkpoint=str(kept))
+    same(full_state_dict(again.model), ended)
+    # What was saved is a model of transformers, and the optimizer's state one process's.
+    whole = LlamaForCausalLM.from_pretrained(f"{folder}/out/checkpoint-{STEPS}").state_dict()
+    same({name: whole[name] for name in ended}, ended)
+    state = full_optimizer_state_dict(trainer.model, trainer.optimizer.optimizer)
+    saved = torch.load(f"{folder}/out/checkpoint-{STEPS}/optimizer.pt", weights_only=True)
+    for number, kept_state in saved["state"].items():
+        same(kept_state, state["state"][number])
+    trainer.save_model(f"{folder}/model")
+    dist.barrier()
+    same(LlamaForCausalLM.from_pretrained(f"{folder}/model").state_dict(), whole)
+
+
+@frameworks.needs("accelerate")
+@pytest.mark.parametrize(
+    ("kind", "parts", "more"),
+    [
+        ("divided", 1, {}),
+        pytest.param("data parallel", 1, {}, marks=pytest.mark.slow),
+        *(pytest.param(kind, 2, {}, marks=pytest.mark.slow) for kind in PLANS),
+        *(pytest.param(kind, 1, {"bf16": True}, marks=pytest.mark.slow) for kind in PLANS),
+    ],
+)
+def test_the_trainer_trains_as_our_loop(two, tmp_path, kind, parts, more):
+    two(trainer_trains, str(tmp_path), kind, parts, **more, limit_s=100)
+
+
+@frameworks.needs("accelerate")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLANS)
+def test_the_trainer_saves_and_goes_on(two, tmp_path, kind):
+    two(trainer_saves, str(tmp_path), kind, limit_s=100)
+
+
+# -- digits, by Accelerate and by Fabric --------------------------------------------------------
+
+
+def digits_plan(rank: int, folder: str, kind: str) -> Plan:
+    from train_digits import digits, network
+
+    torch.manual_seed(0)
+    plan = made_plan(network(), Batch((digits()[0][:4],), None), kind)
+    given(plan, folder, rank)
+    return plan
+
+
+def digits_by_our_loop(
+    plan: Plan, batches: list[tuple[Tensor, Tensor]], parts: int, mixed: bool
+) -> nn.Module:
+    from train_digits import network
+
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    apply(model, optimizer, plan)
+    for number, (images, labels) in enumerate(batches, start=1):
+        last = number % parts == 0
+        with nullcontext() if last else model.no_sync():
+            with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
+                output = model(images)
+            (F.cross_entropy(output.float(), labels) / parts).backward()
+        if last:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def accelerate_trains(rank: int, folder: str, kind: str, parts: int, mixed: bool) -> None:
+    begin(rank)
+    import with_accelerate as example
+
+    plan = digits_plan(rank, folder, kind)
+    settings = {"mixed_precision": "bf16"} if mixed else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the plan was made without, which is said
+        # The order goes on from one pass to the next: of another one's first pass.
+        batches = list(example.Training(gradient_accumulation_steps=parts, **settings).train)
+        training = example.Training(gradient_accumulation_steps=parts, **settings)
+    training.epoch()
+    mine = digits_by_our_loop(plan, batches, parts, mixed)
+    same(full_state_dict(training.model), full_state_dict(mine))
+    assert training.accuracy() > 0.2
+
+
+def accelerate_saves(rank: int, folder: str, kind: str) -> None:
+    begin(rank)
+    import with_accelerate as example
+
+    digits_plan(rank, folder, kind)
+    training = example.Training()
+    training.epoch()
+    training.accelerator.save_state(f"{folder}/state")
+    training.epoch()
+    again = example.Training()
+    again.epoch()  # other values than those that are loaded
+    again.accelerator.load_state(f"{folder}/state")
+    again.epoch()
+    same(full_state_dict(again.model), full_state_dict(training.model))
+    training.accelerator.save_model(training.model, f"{folder}/model")
+    training.accelerator.wait_for_everyone()
+    from safetensors.torch import load_file
+
+    saved = load_file(f"{folder}/model/model.safetensors")
+    same({n: saved[n] for n in full_state_dict(training.model)}, full_state_dict(training.model))
+
+
+def fabric_trains(rank: int, folder: str, kind: str, parts: int, mixed: bool) -> None:
+    begin(rank)
+    import with_fabric as example
+
+    plan = digits_plan(rank, folder, kind)
+    settings = {"precision": "bf16-mixed"} if mixed else {}
+    batches = list(example.Training(parts, **settings).train)
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, batches[0][0])
+    assert not torch.equal(*both)  # each rank has samples of its own
+    training = example.Training(parts, **settings)
+    training.epoch()
+    mine = digits_by_our_loop(plan, batches, parts, mixed)
+    same(full_state_dict(training.model.module), full_state_dict(mine))
+    assert training.accuracy() > 0.2
+
+
+def fabric_saves(rank: int, folder: str, kind: str) -> None:
+    begin(rank)
+    import with_fabric as example
+
+    digits_plan(rank, folder, kind)
+    training = example.Training()
+    training.epoch()
+    state = {"model": training.model, "optimizer": training.optimizer, "epoch": 1}
+    training.fabric.save(f"{folder}/state.ckpt", state)
+    kept = copied(full_state_dict(training.model.module))
+    training.epoch()
+    again = example.Training()
+    again.epoch()
+    found = {"model": again.model, "optimizer": again.optimizer, "epoch": 0}
+    assert again.fabric.load(f"{folder}/state.ckpt", found) == {}
+    assert found["epoch"] == 1
+    same(full_state_dict(again.model.module), kept)
+    again.epoch()
+    same(full_state_dict(again.model.module), full_state_dict(training.model.module))
+    # One process loads it as it is.
+    from train_digits import network
+
+    saved = torch.load(f"{folder}/state.ckpt", weights_only=True)
+    network().load_state_dict(saved["model"])
+    only = {"model": lambda name, value: name == "0.bias"}
+    training.fabric.save(f"{folder}/part.ckpt", {"model": training.model}, filter=only)
+    assert list(torch.load(f"{folder}/part.ckpt")["model"]) == ["0.bias"]
+    with pytest.raises(InputError, match="has no 'more', only model, optimizer, epoch"):
+        again.fabric.load(f"{folder}/state.ckpt", {"model": again.model, "more": 1})
+    with pytest.raises(InputError, match="No such file"):
+        again.fabric.load(f"{folder}/no.ckpt", {"model": again.model})
+
+
+ALSO = [
+    ("divided", 2, False),
+    pytest.param("data parallel", 1, False, marks=pytest.mark.slow),
+    *(pytest.param(kind, 2, False, marks=pytest.mark.slow) for kind in PLANS if kind != "divided"),
+    *(pytest.param(kind, 1, True, marks=pytest.mark.slow) for kind in PLANS),
+]
+
+
+@frameworks.needs("accelerate")
+@pytest.mark.parametrize(("kind", "parts", "mixed"), ALSO)
+def test_accelerate_trains_as_our_loop(two, tmp_path, kind, parts, mixed):
+    two(accelerate_trains, str(tmp_path), kind, parts, mixed, limit_s=100)
+
+
+@frameworks.needs("accelerate")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLANS)
+def test_accelerate_saves_and_goes_on(two, tmp_path, kind):
+    two(accelerate_saves, str(tmp_path), kind, limit_s=100)
+
+
+@frameworks.needs("lightning_fabric")
+@pytest.mark.parametrize(("kind", "parts", "mixed"), ALSO)
+def test_fabric_trains_as_our_loop(two, tmp_path, kind, parts, mixed):
+    two(fabric_trains, str(tmp_path), kind, parts, mixed, limit_s=100)
+
+
+@frameworks.needs("lightning_fabric")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLANS)
+def test_fabric_saves_and_goes_on(two, tmp_path, kind):
+    two(fabric_saves, str(tmp_path), kind, limit_s=100)
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+def refuses_to_be_wrapped(rank: int, folder: str) -> None:
+    begin(rank)
+    from accelerate import Accelerator
+    from train_digits import network
+
+    plan = digits_plan(rank, folder, "data parallel")
+    model = network()
+    apply(model, None, plan)
+    with pytest.raises(InputError, match="exchanges its gradients itself"):
+        DistributedDataParallel(model)
+    with pytest.raises(InputError, match=r"mw\.adapt"):
+        Accelerator(cpu=True).prepare(model)
+    with pytest.raises(InputError, match="a Linear cannot be adapted: give a Trainer"):
+        adapt(nn.Linear(1, 1))
+
+
+def refuses_what_a_trainer_cannot(rank: int, folder: str) -> None:
+    begin(rank)
+    import with_trainer as example
+    from transformers import Trainer
+
+    args = example.settings(f"{folder}/out", save_strategy="no")
+    with pytest.raises(InputError, match="have no plan yet: call"):
+        adapt(Trainer(example.network(), args))
+    with pytest.raises(InputError, match="model_init"):
+        adapt(Trainer(model_init=example.network, args=args))
+    trainer = trainer_for(rank, folder, "data parallel")
+    trainer.args.accelerator_config.even_batches = False
+    with pytest.raises(InputError, match="even_batches"):
+        adapt(trainer)
+
+
+def refuses_what_is_not_saved(rank: int, folder: str) -> None:
+    """A rank's own rest of a gradient is in no checkpoint of a framework."""
+    begin(rank)
+    import with_fabric as example
+
+    plan = digits_plan(rank, folder, "sharded")
+    units = tuple(
+        msgspec.structs.replace(u, exchange="dropped", exchange_ratio=0.5) for u in plan.units
+    )
+    given(msgspec.structs.replace(plan, units=units), folder, rank)
+    training = example.Training()
+    with pytest.raises(InputError, match="leaves part of its gradient for later steps"):
+        training.fabric.save(f"{folder}/state.ckpt", {"model": training.model})
+    assert not Path(f"{folder}/state.ckpt").exists()
+
+
+@frameworks.needs("accelerate")
+@pytest.mark.parametrize("check", [refuses_to_be_wrapped, refuses_what_a_trainer_cannot])
+def test_what_cannot_be_is_said(two, tmp_path, check):
+    two(check, str(tmp_path), limit_s=100)
+
+
+@frameworks.needs("lightning_fabric")
+def test_what_is_not_saved_is_said(two, tmp_path):
+    two(refuses_what_is_not_saved, str(tmp_path), limit_s=100)
+
+
+# -- as a user starts them ----------------------------------------------------------------------
+
+
+def leaves_a_plan(rank: int, folder: str, example: str) -> None:
+    begin(rank)
+    if example == "with_trainer":
+        trainer_for(rank, folder, "divided")
+    else:
+        digits_plan(rank, folder, "divided")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@frameworks.needs("accelerate", "lightning_fabric")
+@pytest.mark.parametrize(
+    ("example", "options", "words"),
+    [
+        ("with_trainer", ("--steps", "8"), "2 ranks, test loss "),
+        ("with_accelerate", ("--epochs", "1"), "2 ranks, test accuracy "),
+        ("with_fabric", ("--epochs", "1"), "2 ranks, test accuracy "),
+    ],
+)
+def test_examples_are_launched(two, tmp_path, example, options, words):
+    two(leaves_a_plan, str(tmp_path), example, limit_s=100)
+    command = [
+        sys.executable, "-m", "meshwright", "launch", str(tmp_path / "plan-0.json"),
+        str(frameworks.EXAMPLES / f"{example}.py"), *options,
+    ]  # fmt: skip
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(frameworks.FOLDER)]))
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
+    assert "step time" in done.stdout  # predicted beside measured
