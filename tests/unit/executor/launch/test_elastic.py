@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -43,6 +44,8 @@ attempt = len(list(here.glob(f"plan-{name}-*")))
 (here / f"plan-{name}-{attempt}").write_text(order["plan"])
 (here / f"order-{name}-{attempt}").write_text(json.dumps(order))
 """
+# Checkpoints, by one of which a host that is back has been seen to be.
+SAVED = "for step in range(10, 14):\n    tell('saved', step=step)\n    time.sleep(0.3)\n"
 UNTIL_SIGNAL = "hear('signal')\nsys.exit(143)\n"
 REPORT = (
     "tell('report', target='vgg16', world_size=2, steps=3, predicted={'step_s': 1.0}, "
@@ -129,9 +132,8 @@ def test_the_host_of_rank_0_may_be_the_one_that_is_lost(ssh):
 def test_a_host_that_is_back_takes_part_from_the_next_checkpoint_on(ssh):
     """It is away at first. A checkpoint that was there before does not stop the run."""
     (ssh / "away-c").touch()
-    back = f"Path({str(ssh)!r}, 'away-c').unlink(missing_ok=True)\ntime.sleep(0.6)\n"
-    saved = "tell('saved', step=5)\n"
-    stopped = f"{saved}{back}tell('saved', step=10)\n{UNTIL_SIGNAL}"
+    back = f"Path({str(ssh)!r}, 'away-c').unlink(missing_ok=True)\n"
+    stopped = f"tell('saved', step=5)\n{back}{SAVED}{UNTIL_SIGNAL}"
     first = "if attempt == 0:\n" + "".join(f"    {line}\n" for line in stopped.splitlines())
     play(ssh, a=f"{first}{REPORT}", b="if attempt == 0: hear()\n", c="")
     report, said = launched(ssh, most=0)
@@ -140,8 +142,9 @@ def test_a_host_that_is_back_takes_part_from_the_next_checkpoint_on(ssh):
     assert plans(ssh, "a")[1] == PLAN
     assert said[0].startswith("host c cannot be reached: ssh: connect to host x port 22: Connectio")
     assert said[0].endswith("; begins without it")
-    assert said[2] == (
-        "host c answers again: stopped at the checkpoint of step 10, to go on with more hosts"
+    assert re.fullmatch(
+        "host c answers again: stopped at the checkpoint of step 1[0-3], to go on with more hosts",
+        said[2],
     )
     assert said[3].startswith("planned again for 3 of 3 hosts: for 3 ranks")
     assert len(said) == 4
@@ -159,8 +162,8 @@ def test_at_its_last_checkpoint_a_run_is_not_stopped_for_more_hosts(ssh):
 
 def test_a_host_that_came_back_without_what_it_needs_ends_nothing(ssh):
     (ssh / "away-c").touch()
-    back = f"Path({str(ssh)!r}, 'away-c').unlink(missing_ok=True)\ntime.sleep(0.6)\n"
-    stopped = f"tell('saved', step=5)\n{back}tell('saved', step=10)\n{UNTIL_SIGNAL}"
+    back = f"Path({str(ssh)!r}, 'away-c').unlink(missing_ok=True)\n"
+    stopped = f"tell('saved', step=5)\n{back}{SAVED}{UNTIL_SIGNAL}"
     first = "if attempt == 0:\n" + "".join(f"    {line}\n" for line in stopped.splitlines())
     play(ssh, a=f"{first}{REPORT}", b="if attempt == 0: hear()\n", c="")
     path = ssh / "c"
