@@ -164,11 +164,16 @@ seconds = st.one_of(st.just(0.0), st.floats(1e-6, 1.0))
 rates = st.floats(1e5, 1e12)
 
 
+def up_to(most):
+    """Zero, or a number that a record may hold."""
+    return st.one_of(st.just(0.0), st.floats(min(1e-30, most), most))
+
+
 @st.composite
 def curves(draw, most=4, top=1.0):
     """A curve of up to ``most`` points."""
     xs = draw(st.lists(st.integers(1, 512), min_size=1, max_size=most, unique=True))
-    ys = draw(st.lists(st.floats(0, top), min_size=len(xs), max_size=len(xs)))
+    ys = draw(st.lists(up_to(top), min_size=len(xs), max_size=len(xs)))
     return Curve(x=tuple(float(x) for x in sorted(xs)), y=tuple(ys))
 
 
@@ -198,7 +203,7 @@ def clusters(draw, worlds=WORLDS, measured=False, equal=False):
         devices=tuple(counts),
         inter=draw(rates),
         intra=draw(rates),
-        latency_s=draw(st.floats(0, 1e-3)),
+        latency_s=draw(up_to(1e-3)),
         memory_bytes=draw(st.integers(2**10, 2**40)),
         interference=Interference(
             compute_slowdown=draw(st.floats(1, 2)), communication_slowdown=draw(st.floats(1, 2))
@@ -219,7 +224,7 @@ def collective_curves(draw):
             collective=name,
             ranks=ranks,
             seconds=draw(curves()),
-            latency_s=draw(st.floats(0, 1e-3)),
+            latency_s=draw(up_to(1e-3)),
             bytes_per_s=draw(rates),
         )
         for name, ranks in draw(keys)
@@ -236,7 +241,7 @@ def unit_profiles(draw, name, shared=None):
         rows, columns = draw(size), draw(size)
         saved = float(draw(st.integers(0, 512)))
         unit = linear(name, rows, columns, time, saved, shared)
-        never_together = proportional(draw(st.floats(0, saved))) if saved else ZERO
+        never_together = proportional(draw(up_to(saved))) if saved else ZERO
         whole = msgspec.structs.replace(unit.whole, never_together=never_together)
         return msgspec.structs.replace(unit, shares=(whole,))
     if kind == "norm":
@@ -287,8 +292,8 @@ def profiles(draw, most=5):
         EdgeProfile(
             source=names[a],
             target=names[b],
-            bytes_per_sample=draw(st.floats(0, 1e4)),
-            gradient_bytes_per_sample=draw(st.floats(0, 1e4)),
+            bytes_per_sample=draw(up_to(1e4)),
+            gradient_bytes_per_sample=draw(up_to(1e4)),
             features=draw(st.integers(1, 64)),
         )
         for a, b in skips

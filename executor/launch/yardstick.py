@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ class Deviation(Record, frozen=True, kw_only=True):
     """How far a class of tensors is from the single process: the largest |Δ|, and the largest
     |Δ| in parts of what the yardstick allows that element (``of_allowed`` ≤ 1 is equal) with the
     name of the tensor that has it."""
+
+    # Doubles may differ by less than anybody measures, and what is infinitely far off is the most.
+    _reals: ClassVar[tuple[float, float]] = 0.0, sys.float_info.max
 
     what: str
     tensors: Count

@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
@@ -38,9 +38,12 @@ Slowdown = Annotated[float, msgspec.Meta(gt=1)]
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An immutable record. Subclasses check in ``__post_init__`` what types cannot say."""
 
+    _reals: ClassVar[tuple[float, float]] = SMALLEST, LARGEST
+    """How small and how large its real numbers may be."""
+
     def __post_init__(self) -> None:
         for path, value in _floats(self):
-            check_real(path, value)
+            check_real(path, value, *self._reals)
 
 
 class Document(Record, frozen=True, kw_only=True, tag_field="document"):
@@ -51,14 +54,16 @@ class Document(Record, frozen=True, kw_only=True, tag_field="document"):
     schema_version: int = 1
 
 
-def check_real(path: str, value: float) -> None:
+def check_real(
+    path: str, value: float, smallest: float = SMALLEST, largest: float = LARGEST
+) -> None:
     """Raises ``InputError`` for what is no number, and for one that is so large or small that what
     is computed from it would not be finite."""
     # Written so that what is no number is refused, too. A record that was computed from figures
     # that are only just allowed is refused here like one that was read.
-    if value and not SMALLEST <= abs(value) <= LARGEST:
+    if value and not smallest <= abs(value) <= largest:
         raise InputError(
-            f"{path} is {value:g}, expected 0 or a number from {SMALLEST:g} to {LARGEST:g} in size"
+            f"{path} is {value:g}, expected 0 or a number from {smallest:g} to {largest:g} in size"
         )
 
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.gradients.buckets import GradParam
-from meshwright.executor.gradients.dropping import DropCandidate, choose
 from meshwright.executor.gradients.feedback import ErrorFeedback, HostMirror, Lossy
 from meshwright.executor.gradients.flat_shard import flat
 from meshwright.executor.gradients.momentum import Momentum
@@ -168,18 +167,3 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
         grad_group = other
         kept = grad_group.feedback[grad_group.params[0]].residual
         assert torch.equal(sent + kept / unit, computed)
-
-
-candidates = st.builds(DropCandidate, st.integers(1, 1000), st.floats(0, 1), st.integers(0, 12))
-
-
-@given(rows=st.lists(candidates, max_size=20), credit=st.floats(-5000, 20000))
-def test_choices_keep_the_budget(rows, credit):
-    sent, left = choose(rows, credit, 10)
-    spent = sum(p.bytes for p, goes in zip(rows, sent, strict=True) if goes)
-    assert math.isclose(credit - left, spent, abs_tol=1e-6)
-    assert all(goes for p, goes in zip(rows, sent, strict=True) if p.waited >= 10)
-    fresh = [(p.mean, goes) for p, goes in zip(rows, sent, strict=True) if p.waited < 10]
-    least = min((mean for mean, goes in fresh if goes), default=math.inf)
-    assert all(mean <= least for mean, goes in fresh if not goes)  # the threshold
-    assert left <= 0 or all(sent)

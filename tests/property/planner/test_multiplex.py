@@ -14,7 +14,7 @@ from meshwright.planner.multiplex.simulation import background_share, simulate_c
 from meshwright.planner.solve.device_timelines import timelines
 from meshwright.planner.solve.evaluate import evaluation
 
-from tests.strategies import decided
+from tests.strategies import decided, up_to
 
 SOME = settings(max_examples=60, deadline=None)
 
@@ -37,7 +37,7 @@ def assumptions(draw, step_s):
     return Assumptions(
         slowdown=1.0,
         piece_s=step_s * draw(st.floats(0.003, 0.7)),
-        switch_s=step_s * draw(st.floats(0, 0.1)),
+        switch_s=step_s * draw(up_to(0.1)),
         idle_speed=draw(speeds),
         communicating_speed=draw(speeds),
     )

@@ -13,7 +13,7 @@ from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.rank_classes import rank_classes, simulate_rank_classes
 from meshwright.planner.simulate.schedule import step_of
 
-from tests.strategies import chain_profile, cluster, decided, linear
+from tests.strategies import chain_profile, cluster, decided, linear, up_to
 
 SOME = settings(max_examples=60, deadline=None)
 
@@ -93,7 +93,7 @@ def test_rank_classes_are_the_positions_that_do_the_same():
 
 
 @SOME
-@given(st.floats(0, 1e-2), st.floats(0, 1e-2), st.floats(1e3, 1e6))
+@given(up_to(1e-2), up_to(1e-2), st.floats(1e3, 1e6))
 def test_a_step_is_never_shorter_than_any_rank_class_or_any_path(b, c, size):
     profile = forked((1e-3, b, c, 1e-3), bytes_per_sample=size)
     links = cluster(4, inter=1e9, intra=1e9, latency_s=1e-5)

@@ -22,6 +22,7 @@ from meshwright.planner.solve.lagrangian import lagrange
 from meshwright.planner.solve.lagrangian import solver as lagrangian
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler.estimate import load_table
+from threadpoolctl import threadpool_info
 
 from tests.problems import problem
 from tests.strategies import chain_profile, cluster, linear, norm
@@ -42,9 +43,14 @@ CLOCKS = (
 """What searches give a part of themselves: on a busy machine that would cut some short."""
 MIB = 2**20
 CASES = {}
+KERNELS = {each.get("architecture") for each in threadpool_info() if each["user_api"] == "blas"}
+"""For which processors the products of matrices are made that numpy and scipy use here."""
 TIED = {"least_device_time-integer"}
 """Cases in which plans tie to rounding. Since Python 3.12 ``sum`` of floats rounds another way, and
 another of them is found."""
+TIED_PRICES = {"drawn_8-lagrangian"}
+"""Cases in which prices of choices tie to rounding. Products of matrices round another way where
+the processor has wider registers, and another plan is found."""
 
 
 def golden(*solvers, **named):
@@ -495,6 +501,8 @@ def _cache(tmp_path, monkeypatch):
 def test_the_plan_is_what_it_was(name):
     if name in TIED and sys.version_info >= (3, 12):
         pytest.skip("plans tie here, and sums round another way since Python 3.12")
+    if name in TIED_PRICES and not {"Haswell", "Zen"} >= KERNELS:
+        pytest.skip("prices tie here, and products of matrices round another way on this processor")
     expected = json.loads(path_of(name).read_text())
     found = list(differences(expected, answer(name)))
     assert not found, "\n".join(found)
