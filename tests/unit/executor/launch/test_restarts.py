@@ -9,11 +9,14 @@ import pytest
 from meshwright import InfeasibleError, InputError, Restarts, RunError
 from meshwright.executor.checkpoint.latest import Latest
 from meshwright.executor.launch.hosts.protocol import error_of, failure_of
+from meshwright.executor.launch.launch import with_a_plan_that_fits
 from meshwright.executor.launch.processes import Ranks
 from meshwright.executor.launch.restarts import RestartCount, run_with_restarts
 from meshwright.executor.launch.tasks import Keeping
 from meshwright.executor.launch.train import steps_left
 from meshwright.planner.schema.errors import MemoryRunError
+
+from tests.ssh import plan_for_hosts
 
 
 def lost(error):
@@ -23,6 +26,16 @@ def lost(error):
 
 def killed():
     return lost(MemoryRunError("rank 1 ended with SIGKILL (out of memory?)", ["it held 3 GiB"], 7))
+
+
+def test_a_killed_rank_is_still_lost_when_its_host_names_a_plan_that_fits(monkeypatch):
+    monkeypatch.setattr("meshwright.executor.launch.launch._remedy", lambda *_: "a plan")
+    error = killed()
+    error.failed_at = 3.0
+    told = error_of(failure_of(with_a_plan_that_fits(error, plan_for_hosts(2))), "b")
+    assert told.lost
+    assert told.failed_at == 3.0
+    assert "started again (restart 1 of 2)" in RestartCount(2).after(told, 10)
 
 
 class Attempts:
