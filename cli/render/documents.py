@@ -7,6 +7,7 @@ from rich.table import Table
 from ...planner.cost.collectives import Fabric
 from ...planner.cost.compute import batch_counts, busiest_samples
 from ...planner.explain.compare import policy_words, segment_words
+from ...planner.explain.what_if import FewerDevices
 from ...planner.explain.why import HostsWait, StepBottleneck
 from ...planner.schema.cluster import LINK_NAMES, Cluster, Node
 from ...planner.schema.local_steps import MOST_INNER_STEPS
@@ -141,6 +142,17 @@ def local_batch_sentences(plan: Plan, cluster: Cluster) -> list[str]:
     ]
 
 
+def fewer_sentence(plan: Plan, fewer: FewerDevices) -> str:
+    """That a part of the devices is quicker by itself."""
+    one = fewer.devices == 1
+    who = "One device by itself" if one else f"The {fewer.devices} devices of one node"
+    return (
+        f"{who} would take {seconds(fewer.step_s)} for the whole batch, less than this plan, and "
+        f"{'fits in its' if one else 'fit in their'} memory: --ranks "
+        f"{fewer.devices},{plan.world_size} compares sizes."
+    )
+
+
 def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
     """What the times are based on, where that is not just measuring what the plan does."""
     words = []
@@ -226,8 +238,8 @@ def _proof(plan: Plan) -> str:
         return text
     return (
         f"{text}. The proof is about the formula, by which this plan takes {seconds(formula_s)}; "
-        f"the {seconds(shown_s)} above are simulated, with gradients in the messages in which they "
-        "travel and what computing and communicating cost each other"
+        f"the predicted {seconds(shown_s)} are simulated, with gradients in the messages in which "
+        "they travel and what computing and communicating cost each other"
     )
 
 
