@@ -85,8 +85,12 @@ def test_a_described_cluster_keeps_a_ratio(meshwright, tmp_path):
         (("--profile-of", "host7=profile.json"), "a profile of node 'host7', which cluster"),
         (("--relative-speed", "host7=0.5"), "a speed of node 'host7', which cluster"),
         (("--relative-speed", "host1"), "--relative-speed 'host1' is not NODE=VALUE"),
-        (("--relative-speed", "host1=0"), "0 cannot be: give more than 0"),
+        (("--relative-speed", "host1=0"), "--relative-speed host1=0: 0 cannot be: give"),
         (("--relative-speed", "host1=half"), "'half' is not a number: give more than 0"),
+        (
+            ("--relative-speed", "host1=1,host2=2"),
+            "give more than 0, and --relative-speed once for",
+        ),
         (("--profile-of", "host1=none.json"), "cannot read none.json"),
         (("--profile-of", "host1=profile.json", "--ranks", "2"), "--ranks plan for others"),
     ],
