@@ -1,5 +1,6 @@
 """Tables of the documents: a plan's decisions and prediction, a profile's units, a cluster."""
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.table import Table
@@ -125,21 +126,27 @@ def local_batch_sentences(plan: Plan, cluster: Cluster) -> list[str]:
     """How many samples the ranks of each node get, where shares of the batch are planned."""
     if not plan.local_batch_sizes:
         return []
-    each: dict[str, list[int]] = {}
+    each: dict[int, list[int]] = {}
     for rank, node in enumerate(cluster.node_of_rank):
-        each.setdefault(cluster.nodes[node].name, []).append(plan.local_batch_size(rank))
+        each.setdefault(node, []).append(plan.local_batch_size(rank))
     # Nodes whose ranks get the same share a phrase.
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for name, sizes in each.items():
-        alike.setdefault(tuple(sizes), []).append(name)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for node, sizes in each.items():
+        alike.setdefault(tuple(sizes), []).append(node)
     parts = [
-        f"{', '.join(map(str, dict.fromkeys(sizes)))} on {names_of(names)}"
-        for sizes, names in alike.items()
+        f"{', '.join(map(str, dict.fromkeys(sizes)))} on {_nodes_in_words(nodes, cluster)}"
+        for sizes, nodes in alike.items()
     ]
     return [
         f"Devices are unequal, and so are their shares of the {plan.goal.batch} samples: of each "
         f"rank {'; '.join(parts)}."
     ]
+
+
+def _nodes_in_words(nodes: Sequence[int], cluster: Cluster) -> str:
+    """Their names, those that follow one another together."""
+    runs = groupby(enumerate(nodes), lambda at: at[1] - at[0])
+    return ", ".join(names_of([cluster.nodes[n].name for _, n in run]) for _, run in runs)
 
 
 def fewer_sentence(plan: Plan, fewer: FewerDevices) -> str:

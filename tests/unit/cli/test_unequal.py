@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
+from meshwright.cli.render.documents import local_batch_sentences
 from meshwright.planner.cost.device_kinds import slowed
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.plan import Plan
@@ -122,3 +124,11 @@ def test_a_profile_with_times_of_nodes_says_so(meshwright, tmp_path):
     assert sentence.startswith(f"On host1 ({profile.device}) a step")
     save(joined, tmp_path / "joined.json")
     assert load(ModelProfile, tmp_path / "joined.json") == joined
+
+
+def test_nodes_with_the_same_share_are_named_where_others_lie_between(plan):
+    sizes = (36, 20, 36, 36, 32, 32, 32, 32)
+    (words,) = local_batch_sentences(
+        msgspec.structs.replace(plan, local_batch_sizes=sizes), cluster_of(8)
+    )
+    assert "36 on host0, host2, host3; 20 on host1; 32 on host4 … host7 (4)." in words
