@@ -250,6 +250,10 @@ def test_a_batch_of_another_size_is_shared_out_in_proportion():
     assert local_batches(13, 2, (8, 4)) == (9, 4)
     assert local_batches(6, 2, (8, 4)) == (4, 2)
     assert local_batches(0, 2, (8, 4)) == (0, 0)
+    # Two thirds of a sample are one, as long as there are as many as ranks.
+    assert local_batches(40, 2, (59, 1)) == (39, 1)
+    assert local_batches(4, 4, (90, 1, 1, 1)) == (1, 1, 1, 1)
+    assert local_batches(1, 2, (59, 1)) == (1, 0)
     plan = planned(model_of(1e-3), links(2, n1=0.5), batch=12)
     assert [plan.local_batch_size(rank) for rank in (0, 1)] == [8, 4]
     assert [plan.local_batch_size(rank, 7) for rank in (0, 1)] == [5, 2]
