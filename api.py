@@ -424,7 +424,8 @@ def report(
         curves = what_if_curves(plan, problem, time_limit_s, told)
     found = PageContents(
         plan, made, there, bottleneck(plan, made, there), memory_timeline(plan, made, there),
-        traces.predicted_step(plan, made, there), curves, result,
+        traces.predicted_step(plan, made, there), changes.quicker_on_fewer(plan, made, there),
+        curves, result,
     )  # fmt: skip
     write_whole(path, page(found).encode())
 

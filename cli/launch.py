@@ -167,6 +167,11 @@ def launch(
     _check_belongs(given, "background", "a background job: add --background COMMAND", background)
     _check_belongs(given, "checkpoint", "checkpoints: add --checkpoint FOLDER", checkpoint)
     _check_belongs(given, "resume", "checkpoints: add --checkpoint FOLDER", checkpoint)
+    if script and "steps" in given:
+        raise InputError(
+            f"--steps {steps} concerns a plan's own workload, and a script makes as many as it "
+            "likes: leave it out, or give it to the script behind its name"
+        )
     found_hosts = asked.found_hosts()
     restarts = _restarts(max_restarts, min_nodes, profile, cluster)
     restarts.check(

@@ -29,6 +29,7 @@ from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,
     decision_table,
+    fewer_sentence,
     local_batch_sentences,
     local_sentences,
     memory_sentences,
@@ -228,13 +229,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
         note(better.sentence if better is not None else None)
         fewer = api.quicker_on_fewer(made, profile, cluster)
         if fewer is not None:
-            one = fewer.devices == 1
-            who = "One device by itself" if one else f"The {fewer.devices} devices of one node"
-            words.append(
-                f"{who} would take {seconds(fewer.step_s)} for the whole batch, less than this "
-                f"plan, and {'fits in its' if one else 'fit in their'} memory: --ranks "
-                f"{fewer.devices},{ranks} compares sizes."
-            )
+            words.append(fewer_sentence(made, fewer))
     return words
 
 

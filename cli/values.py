@@ -134,10 +134,14 @@ def by_name(given: Sequence[str] | None, option: str) -> dict[str, str]:
 
 def speeds(given: Sequence[str] | None) -> dict[str, float]:
     """The relative speeds of ``--relative-speed NODE=SPEED``."""
-    return {
-        name: _number(value, above=0.0, least=0.0, most=math.inf)
-        for name, value in by_name(given, "--relative-speed").items()
-    }
+    option, found = "--relative-speed", {}
+    for name, value in by_name(given, option).items():
+        try:
+            found[name] = _number(value, above=0.0, least=0.0, most=math.inf)
+        except InputError as error:
+            several = f", and {option} once for each node" if "=" in value else ""
+            raise InputError(f"{option} {name}={value}: {error}{several}") from None
+    return found
 
 
 # Below this a plain number is taken for one whose unit was forgotten.

@@ -41,9 +41,11 @@ class Training:
             example_inputs=images[: BATCH // self.accelerator.num_processes],
             global_batch_size=BATCH,
         )
-        self.model, self.optimizer, self.train, self.test = self.accelerator.prepare(
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=100)
+        self.model, self.optimizer, self.schedule, self.train, self.test = self.accelerator.prepare(
             model,
             optimizer,
+            schedule,
             DataLoader(data, BATCH, shuffle=True),
             DataLoader(TensorDataset(images[1280:], labels[1280:]), BATCH),
         )
@@ -57,6 +59,7 @@ class Training:
                 if self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
                 self.optimizer.step()
+                self.schedule.step()
                 self.optimizer.zero_grad()
 
     def accuracy(self) -> float:

@@ -50,6 +50,7 @@ class Training:
         self.fabric.launch()
         self.micro_batches = micro_batches
         self.model, self.optimizer = self.fabric.setup(model, optimizer)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=100)
         size = BATCH // self.fabric.world_size // micro_batches
         self.train, self.test = self.fabric.setup_dataloaders(
             DataLoader(TensorDataset(images[:1280], labels[:1280]), size, shuffle=True),
@@ -66,6 +67,7 @@ class Training:
             if not more:
                 self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
                 self.optimizer.step()
+                self.schedule.step()
                 self.optimizer.zero_grad()
 
     def accuracy(self) -> float:

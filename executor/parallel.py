@@ -1,6 +1,7 @@
 """What a model gains when a plan is applied to it, and the functions that take such a model."""
 
 import copy
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -40,12 +41,29 @@ class _NotWrapped:
         )
 
 
+class _NotSetUp:
+    """Stands where Lightning's ``Fabric.setup`` asks whether a model wants to know of it."""
+
+    def __get__(self, model: nn.Module, owner: type) -> Any:
+        # Who asks is seen nowhere else. Under a strategy that knows of no plan ranks would train
+        # all the same, on the same samples.
+        strategy = getattr(sys._getframe(1).f_locals.get("self"), "strategy", None)
+        adapted = getattr(strategy, "leaves_models_to_their_plan", False)
+        if strategy is not None and not adapted and run_of(model).world.size > 1:
+            raise InputError(
+                f"this model has a plan, of which the {type(strategy).__name__} of Fabric does not "
+                "know: give Fabric mw.adapt(strategy) (docs/frameworks.md)"
+            )
+        raise AttributeError
+
+
 class ParallelModule(nn.Module):
     """Mixed into the class of a model that a plan was applied to; the object stays the same, and an
     instance of its own class.
     """
 
     _ddp_params_and_buffers_to_ignore = _NotWrapped()
+    _fabric = _NotSetUp()
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -134,6 +134,8 @@ class Run:
         self.step_clock: StepClock | None = None
         self.progress: object | None = None
         """What shows how far the training is, where something does."""
+        self.resumed_from = 0
+        """The steps of the checkpoint that the training has gone on from."""
         # Weak: else no run, with its model, would end before the process.
         atexit.register(_let_finish, weakref.ref(self))
 

@@ -51,6 +51,12 @@ addEventListener("load", () => {
         texts.slice(i + 1).filter(([, other]) => meet(box, other)).map(([more]) => [words, more])),
     });
   }
+  // Each word of a heading has a box of its own line at most.
+  const broken = [...document.querySelectorAll("th")].filter((e) => {
+    const range = document.createRange();
+    range.selectNodeContents(e);
+    return range.getClientRects().length > e.textContent.split(" ").length;
+  });
   const root = document.documentElement;
   const wide = [...document.querySelectorAll("body *")].filter(
     (e) => !e.closest("svg") && e.getBoundingClientRect().right > root.clientWidth + 1);
@@ -58,6 +64,7 @@ addEventListener("load", () => {
     width: innerWidth,
     scrolls: root.scrollWidth,
     charts,
+    broken: broken.map((e) => e.textContent),
     wide: wide.map((e) => e.outerHTML.slice(0, 90)),
   }), "*");
 });

@@ -129,6 +129,8 @@ def _logarithmic_ticks(low: float, high: float, most: int) -> list[float]:
             for d in digits
             if low * 0.999 <= d * 10.0**p <= high * 1.001
         ]
+        if len(found) < 2:  # a scale this short is almost an even one
+            return Scale(low, high, 0.0, 1.0).ticks(most)
         if len(found) <= most:
             return found
     return found[:: math.ceil(len(found) / most)]
@@ -409,7 +411,7 @@ def curves(lines: Sequence[ChartLine], axis: AxisX, what: str, width: int) -> El
     up = Scale(low / unit.size / 1.25, high / unit.size * 1.25, bottom, top, logarithmic=True)
     values = sorted(axis.ticks)
     along = Scale(values[0], values[-1], left + 8, right - 8, logarithmic=True)
-    drawing = canvas(width, bottom + 38, what)
+    drawing = canvas(width, bottom + 41, what)
     for tick in up.ticks(6):
         drawing.append(line(left, up.at(tick), right, up.at(tick), "grid"))
         drawing.append(text(left - 5, up.at(tick) + 4, f"{tick:g}", "end"))
@@ -419,12 +421,15 @@ def curves(lines: Sequence[ChartLine], axis: AxisX, what: str, width: int) -> El
     free = -math.inf
     for value in values:
         words = axis.ticks[value]
-        x, half = along.at(value), width_of(words) / 2
-        x = min(max(x, half), width - half)
-        if x - half > free + 4:
-            drawing.append(text(x, bottom + 15, words, "middle"))
-            free = x + half
-    drawing.append(text(right, bottom + 31, axis.label, "end"))
+        x, long = along.at(value), width_of(words)
+        # Letters may be wider than the mean: what would reach over the edge ends there.
+        over = x + long / 2 > width - 4
+        start = width - 2 - long if over else max(x - long / 2, 0.0)
+        if start > free + 4:
+            at, anchor = (width - 2.0, "end") if over else (start + long / 2, "middle")
+            drawing.append(text(at, bottom + 18, words, anchor))
+            free = start + long
+    drawing.append(text(right, bottom + 34, axis.label, "end"))
     ends: list[tuple[float, float, str]] = []
     for one in lines:
         points = [(along.at(x), up.at(y / unit.size)) for x, y in sorted(one.points)]

@@ -188,10 +188,8 @@ def _step_with_background(
 
 def measured_table(report: RunReport) -> Table:
     """Predicted beside measured."""
-    title = (
-        f"{report.target} on {report.world_size} ranks, medians of {report.steps} steps after the "
-        "first ones"
-    )
+    steps = f"medians of {report.steps} steps" if report.steps > 1 else "one step"
+    title = f"{report.target} on {report.world_size} ranks, {steps} after the first ones"
     headings = ("", "predicted", "measured", "ratio")
     table = filled_table(title, headings, measured_rows(report))
     if report.surprising:

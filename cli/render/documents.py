@@ -1,5 +1,6 @@
 """Tables of the documents: a plan's decisions and prediction, a profile's units, a cluster."""
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.table import Table
@@ -7,6 +8,7 @@ from rich.table import Table
 from ...planner.cost.collectives import Fabric
 from ...planner.cost.compute import batch_counts, busiest_samples
 from ...planner.explain.compare import policy_words, segment_words
+from ...planner.explain.what_if import FewerDevices
 from ...planner.explain.why import HostsWait, StepBottleneck
 from ...planner.schema.cluster import LINK_NAMES, Cluster, Node
 from ...planner.schema.local_steps import MOST_INNER_STEPS
@@ -124,21 +126,38 @@ def local_batch_sentences(plan: Plan, cluster: Cluster) -> list[str]:
     """How many samples the ranks of each node get, where shares of the batch are planned."""
     if not plan.local_batch_sizes:
         return []
-    each: dict[str, list[int]] = {}
+    each: dict[int, list[int]] = {}
     for rank, node in enumerate(cluster.node_of_rank):
-        each.setdefault(cluster.nodes[node].name, []).append(plan.local_batch_size(rank))
+        each.setdefault(node, []).append(plan.local_batch_size(rank))
     # Nodes whose ranks get the same share a phrase.
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for name, sizes in each.items():
-        alike.setdefault(tuple(sizes), []).append(name)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for node, sizes in each.items():
+        alike.setdefault(tuple(sizes), []).append(node)
     parts = [
-        f"{', '.join(map(str, dict.fromkeys(sizes)))} on {names_of(names)}"
-        for sizes, names in alike.items()
+        f"{', '.join(map(str, dict.fromkeys(sizes)))} on {_nodes_in_words(nodes, cluster)}"
+        for sizes, nodes in alike.items()
     ]
     return [
         f"Devices are unequal, and so are their shares of the {plan.goal.batch} samples: of each "
         f"rank {'; '.join(parts)}."
     ]
+
+
+def _nodes_in_words(nodes: Sequence[int], cluster: Cluster) -> str:
+    """Their names, those that follow one another together."""
+    runs = groupby(enumerate(nodes), lambda at: at[1] - at[0])
+    return ", ".join(names_of([cluster.nodes[n].name for _, n in run]) for _, run in runs)
+
+
+def fewer_sentence(plan: Plan, fewer: FewerDevices) -> str:
+    """That a part of the devices is quicker by itself."""
+    one = fewer.devices == 1
+    who = "One device by itself" if one else f"The {fewer.devices} devices of one node"
+    return (
+        f"{who} would take {seconds(fewer.step_s)} for the whole batch, less than this plan, and "
+        f"{'fits in its' if one else 'fit in their'} memory: --ranks "
+        f"{fewer.devices},{plan.world_size} compares sizes."
+    )
 
 
 def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
@@ -226,8 +245,8 @@ def _proof(plan: Plan) -> str:
         return text
     return (
         f"{text}. The proof is about the formula, by which this plan takes {seconds(formula_s)}; "
-        f"the {seconds(shown_s)} above are simulated, with gradients in the messages in which they "
-        "travel and what computing and communicating cost each other"
+        f"the predicted {seconds(shown_s)} are simulated, with gradients in the messages in which "
+        "they travel and what computing and communicating cost each other"
     )
 
 

@@ -12,6 +12,7 @@ from ...planner.cost.step_time import LINKS
 from ...planner.explain.curves import WhatIfCurve, WhatIfCurves
 from ...planner.explain.memory_timeline import MemoryTimeline
 from ...planner.explain.step_trace import UPDATE, PredictedStep
+from ...planner.explain.what_if import FewerDevices
 from ...planner.explain.why import StepBottleneck
 from ...planner.schema.cluster import LINK_NAMES, Cluster
 from ...planner.schema.plan import CLASS_NAMES, Moment, Plan, Prediction, UnitPlan
@@ -25,6 +26,8 @@ from .comparisons import measured_table
 from .documents import (
     bound_sentence,
     decision_table,
+    fewer_sentence,
+    local_batch_sentences,
     local_sentences,
     memory_sentences,
     origin_sentences,
@@ -83,7 +86,7 @@ gap:2px 16px;font-size:.9em}
 table{border-collapse:collapse;width:100%;font-size:.88em;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:600;border-bottom:1px solid var(--soft);vertical-align:bottom}
 th,td{padding:3px 6px 3px 0}td{border-bottom:1px solid var(--rule);vertical-align:top}
-.figure{text-align:right}td.in{padding-left:1.2em}
+th{overflow-wrap:normal}.figure{text-align:right}td.in{padding-left:1.2em}
 @media screen and (max-width:560px){thead{display:none}
 table,tbody,tr{display:block}tr{padding:5px 0;border-bottom:1px solid var(--rule)}
 td,td.figure{display:flex;justify-content:space-between;gap:10px;
@@ -109,6 +112,7 @@ class PageContents(NamedTuple):
     bottleneck: StepBottleneck
     memory: MemoryTimeline
     step: PredictedStep
+    fewer: FewerDevices | None
     curves: WhatIfCurves | None
     result: RunReport | None
 
@@ -150,15 +154,18 @@ def _head(found: PageContents) -> Iterator[Element]:
     hosts = "one node" if len(cluster.nodes) == 1 else f"{len(cluster.nodes)} nodes"
     yield make(
         "p",
-        f"A plan for {plan.world_size} ranks on {hosts} of {cluster.name}: global batch "
+        f"A plan for {plan.world_size} ranks on {hosts} ({cluster.name}): global batch "
         f"{plan.goal.batch}, {plan.goal.optimizer}, gradients by {plan.schedule}, precision "
         f"{plan.precision or 'as built'}.",
         class_="note",
     )
     yield from _sentences([verdict(plan), *local_sentences(plan)])
+    yield from _sentences(local_batch_sentences(plan, cluster))
     yield from _sentences(origin_sentences(plan, found.profile, cluster))
     yield from _sentences(memory_sentences(plan, found.profile, cluster))
     yield from _sentences([bound_sentence(found.bottleneck)])
+    if found.fewer is not None:
+        yield make("p", fewer_sentence(plan, found.fewer))
 
 
 # -- the step --------------------------------------------------------------------------------------
@@ -238,10 +245,10 @@ def _map(plan: Plan, cluster: Cluster) -> Iterator[Element]:
     yield both(partial(charts.grid, rows, names, nodes, "Which part of each unit a rank has"))
     entries = [(WHOLE, "the whole unit, for the rank's own samples")]
     if any(unit.layout.degree > 1 for unit in shown):
-        entries += [
-            (SLICES[0], "its slice of the unit (2/4: the second of four), for a group's samples"),
-            (SLICES[1], "the same, of every other group"),
-        ]
+        words = "its slice of the unit (2/4: the second of four), for a group's samples"
+        entries.append((SLICES[0], words))
+    if any(unit.layout.degree > 1 and unit.layout.groups > 1 for unit in shown):
+        entries.append((SLICES[1], "the same, of every other group"))
     yield key(entries)
     if any(unit.layout.size < plan.world_size for unit in shown):
         yield make("p", "Grey: the unit leaves this rank idle.", class_="note")

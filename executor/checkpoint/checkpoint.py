@@ -239,7 +239,7 @@ class Checkpoint:
                 f"the checkpoint of step {index.step} could not be read ({error}): start the ranks "
                 "anew"
             ) from error
-        self._steps = index.step
+        self._steps = self._run.resumed_from = index.step
 
     # -- saving ------------------------------------------------------------------------------------
 

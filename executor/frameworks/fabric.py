@@ -45,6 +45,8 @@ class NoExchange:
 class PlannedStrategy(ABC):  # noqa: B024
     """Mixed into the class of a ``ModelParallelStrategy``."""
 
+    leaves_models_to_their_plan = True
+
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         # Every rank feeds samples of its own, whatever mesh the strategy was told of.

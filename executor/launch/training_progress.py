@@ -8,6 +8,7 @@ rank 0 reads in a thread, and only where steps are not as predicted.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -96,7 +97,7 @@ class TrainingProgress:
         self._line = _Line(sys.stderr if screen is None else screen)
         rewritten = REWRITTEN_S if self._line.rewritten else LINE_S
         self._every_s = rewritten if every_s is None else every_s
-        self._total, self._done = total, 0
+        self._total, self._made = total, 0
         self._come = 0
         """Steps that the device has made."""
         self._shows = run.world.rank == 0
@@ -109,6 +110,8 @@ class TrainingProgress:
         # A background job lengthens steps on purpose.
         self._compares = BACKGROUND_VARIABLE not in os.environ
         self._compared_s = -COMPARED_S
+        self._answer_s = math.inf
+        """When to look again why steps are not as predicted, before the next line."""
         self._told: set[str] = set()
 
     def step(self, loss: Tensor | float) -> None:
@@ -121,9 +124,14 @@ class TrainingProgress:
         self._total = self._total if total is None else total
         self._every_s = self._every_s if every_s is None else every_s
 
-    def begin(self, done: int, total: int) -> None:
-        """So many of ``total`` steps were made before."""
-        self._done, self._total = done, total
+    @property
+    def _done(self) -> int:
+        """Steps of the training: those before its checkpoint count."""
+        return self._run.resumed_from + self._made
+
+    def begin(self, total: int | None, made: int = 0) -> None:
+        """So many steps there will be, and so many were made without being told."""
+        self._total, self._made = total, made
 
     def launched(self, step: LaunchedStep) -> None:
         """A step of ``run_range``."""
@@ -134,20 +142,25 @@ class TrainingProgress:
 
     def stepped(self, step: StepMoments) -> None:
         """A step was launched."""
-        self._done += 1
+        self._made += 1
         self._pending.append(step)
         if len(self._pending) > MOST_STEPS:
             self._take_what_has_come()
-        now_s = time.monotonic()
-        if now_s < self._next_s:
+        now_s, last = time.monotonic(), self._done == self._total
+        due = last or now_s >= self._next_s
+        if not due and now_s < self._answer_s:
             return
-        self._next_s = now_s + (self._every_s if self._shows else TOLD_S)
         self._take_what_has_come()
         found = self._typical()
+        if not due:
+            if found is not None:
+                self._compare(found)
+            return
+        self._next_s = now_s + (self._every_s if self._shows else TOLD_S)
         if found is not None:
             self._figures.tell(found)
         if self._shows:
-            self._show(found)
+            self._show(found, last=last)
 
     def end(self) -> None:
         """Leaves nothing on the screen that would be overwritten."""
@@ -170,7 +183,7 @@ class TrainingProgress:
             steps=len(self._latest), step_s=step_s, blocking_s=blocking_s, exposed_s=exposed_s
         )
 
-    def _show(self, found: RankSteps | None) -> None:
+    def _show(self, found: RankSteps | None, *, last: bool) -> None:
         count = f"step {self._done:,}"
         words = [count if self._total is None else f"{count} of {self._total:,}"]
         loss = self._loss.shown()
@@ -181,11 +194,15 @@ class TrainingProgress:
             interval = expected(predicted.step_s, predicted.low_s, predicted.high_s)
             words.append(f"{seconds(found.step_s)} a step, predicted {interval}")
             self._compare(found)
-        self._line.show(", ".join(words))
+        self._line.show(", ".join(words), stays=last)
 
     def _compare(self, found: RankSteps) -> None:
         """Says why steps are not as predicted, once for each cause."""
-        if not self._compares or found.steps < LEAST_STEPS:
+        self._answer_s = math.inf
+        if not self._compares:
+            return
+        if found.steps < LEAST_STEPS:
+            self._answer_s = time.monotonic() + TOLD_S
             return
         predicted = self._plan.prediction
         low, high = predicted.low_s, predicted.high_s
@@ -194,7 +211,8 @@ class TrainingProgress:
         if time.monotonic() < self._compared_s + COMPARED_S:
             return
         every = self._figures.of_all(found)
-        if every is None:  # asked for, and there when the line is next shown
+        if every is None:  # asked for
+            self._answer_s = time.monotonic() + TOLD_S
             return
         self._compared_s = time.monotonic()
         cause = why_not_as_predicted(self._plan, every, self._figures.name, self._levels)
@@ -215,7 +233,7 @@ class _Line:
         self._screen, self.rewritten = screen, screen.isatty()
         self._written = False
 
-    def show(self, words: str) -> None:
+    def show(self, words: str, *, stays: bool) -> None:
         if not self.rewritten:
             print(words, file=self._screen, flush=True)
             return
@@ -224,8 +242,9 @@ class _Line:
         except OSError:
             columns = 80
         # The cursor stays at the beginning: what a script prints goes over the line.
-        print(f"\r{words[: columns - 1]}\x1b[K", end="\r", file=self._screen, flush=True)
-        self._written = True
+        end = "\n" if stays else "\r"
+        print(f"\r{words[: columns - 1]}\x1b[K", end=end, file=self._screen, flush=True)
+        self._written = not stays
 
     def clear(self) -> None:
         if self._written:
@@ -394,7 +413,8 @@ def progress(
 ) -> TrainingProgress:
     """Shows how the training of ``model`` goes, to which a plan has been applied: on a terminal in
     a line that is rewritten, else in a line every ``every_s`` seconds (30). Every rank calls it;
-    rank 0 shows. ``total`` is the number of steps, if that is known.
+    rank 0 shows. ``total`` is the number of steps, if that is known, with those before the
+    checkpoint that ``mw.checkpoint`` goes on from: with the last of them a line is shown and stays.
 
     Steps are noticed by themselves; ``step(loss)`` of what is returned tells the loss, of which the
     latest is copied to the host when a line is shown. Says once for each cause what makes steps
@@ -407,7 +427,10 @@ def progress(
         run.progress.told(total, every_s)
         return run.progress
     made = TrainingProgress(run, device_of(model), total=total, every_s=every_s)
-    clock_of(run, model, optimizer).listeners.append(made.stepped)
+    clock = clock_of(run, model, optimizer)
+    # It tells what steps take from the second on.
+    made.begin(total, 0 if clock.begun else 1)
+    clock.listeners.append(made.stepped)
     run.progress = made
     return made
 

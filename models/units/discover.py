@@ -201,7 +201,8 @@ def check_gradients(model: nn.Module) -> None:
         if _exchanges(module):
             raise InputError(
                 f"{what} is a {type(module).__name__}, which exchanges gradients itself: give the "
-                "module inside it, as it was before it was wrapped"
+                "module inside it, and let the plan come before what wraps it (Accelerate's "
+                "prepare, say)"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise InputError(

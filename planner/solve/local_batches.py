@@ -13,12 +13,13 @@ values that the T_p take, and is found by halving too. There every rank has the 
 below t, and what is left goes to ranks that are at t then. Fewer seconds cannot be: below t all
 ranks together take too few samples.
 
-Of shares that are alike in T those come first whose slowest rank computes least; where nothing but
-the exchange is waited for, T would else leave them open.
+Of shares that are alike in T those come first of which no rank computes long: the same search, with
+the seconds of computing for T and no more samples than T allows. Where nothing but the exchange is
+waited for T leaves them open, and a plan that divides units then waits for what is computed.
 
 Plain data parallelism decides the shares, and the search for layouts keeps them: a group of a
-divided unit has the samples of its members. A plan that divides units is compared with even shares
-afterwards (``even_if_quicker``).
+divided unit has the samples of its members. A plan that divides units is compared with other shares
+afterwards (``with_quicker_shares``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ..schema.profile import ModelProfile
 from .evaluate import limits_bytes
 
 Key = tuple[float, ...]
-"""What is to be least at its largest: the first entry, then the others."""
+"""What is to be least at its largest: the first entry, and as far as that allows the second."""
 KeyOf = Callable[[int], Key]
 """The key of a rank with so many samples."""
 Rank = tuple[KeyOf, int, int]
@@ -58,8 +59,11 @@ def with_balanced_batches(model: CostModel, schedule: ScheduleName) -> CostModel
     return model if sizes is None else model.with_local_batches(sizes)
 
 
-def balanced_batches(model: CostModel, schedule: ScheduleName) -> tuple[int, ...] | None:
-    """The samples of each position; None where even shares are as good."""
+def balanced_batches(
+    model: CostModel, schedule: ScheduleName, *, computing: bool = False
+) -> tuple[int, ...] | None:
+    """The samples of each position; None where even shares are as good. ``computing`` leaves out
+    what the exchange takes: the longest computing is least."""
     limits = limits_bytes(model)
     if len(model.kinds) == 1 and len(set(limits)) == 1:
         return None
@@ -74,16 +78,45 @@ def balanced_batches(model: CostModel, schedule: ScheduleName) -> tuple[int, ...
     by_limit = {limit: _most(over(p), low, batch, (0,)) for p, limit in enumerate(limits)}
     most = [by_limit[limit] for limit in limits]
     keys = _seconds(model, schedule)
+    if computing:
+        keys = _entries_of(keys, 1)
     if sum(most) < batch:
         # Too little memory without policies such as recomputing: what they must free is made small.
         keys, most = [over(p) for p in range(ranks)], [batch] * ranks
-    found = least_largest(batch, keys, least, most)
+    found = least_in_turn(batch, keys, least, most)
     good = fits and _as_good(_largest(keys, even), _largest(keys, found))
     return None if good or found == even else found
 
 
+def least_in_turn(
+    batch: int, keys: Sequence[KeyOf], least: Sequence[int], most: Sequence[int]
+) -> tuple[int, ...]:
+    """The shares whose largest first entry is least, and of those the ones with the next."""
+    found: tuple[int, ...] = ()
+    for entry in range(len(keys[0](least[0]))):
+        each = _entries_of(keys, entry)
+        found = least_largest(batch, each, least, most)
+        limit = tuple(x * (1 + ROUNDING) for x in _largest(each, found))
+        bounds = zip(each, least, most, strict=True)
+        most = [_most(key, low, high, limit) for key, low, high in bounds]
+    return found
+
+
+def _entries_of(keys: Sequence[KeyOf], entry: int) -> list[KeyOf]:
+    """One entry of each key."""
+
+    def entry_of(key: KeyOf) -> KeyOf:
+        return lambda n: (key(n)[entry],)
+
+    # One function for equal keys: equal ranks are looked at once.
+    made = {key: entry_of(key) for key in keys}
+    return [made[key] for key in keys]
+
+
 def _largest(keys: Sequence[KeyOf], sizes: Sequence[int]) -> Key:
-    return max(key(n) for key, n in zip(keys, sizes, strict=True))
+    """The largest of each entry."""
+    found = (key(n) for key, n in zip(keys, sizes, strict=True))
+    return tuple(map(max, zip(*found, strict=True)))
 
 
 def _as_good(one: Key, other: Key) -> bool:
@@ -221,8 +254,8 @@ def _over_bytes(model: CostModel, limits: Sequence[int]) -> Callable[[int], KeyO
 
 
 def _growing(key: KeyOf, profile: ModelProfile, micro_batches: int) -> KeyOf:
-    """The largest that ``key``, of the samples of a micro-batch, is for up to so many samples of a
-    step: noise may let measured curves fall."""
+    """The largest that each entry of ``key``, of the samples of a micro-batch, is for up to so many
+    samples of a step: noise may let measured curves fall."""
     # Between the sizes that were measured curves are straight, and a key is the largest of some
     # sums of them: convex, so that of what lies between it is nowhere larger than at both ends.
     sizes = {
@@ -235,6 +268,7 @@ def _growing(key: KeyOf, profile: ModelProfile, micro_batches: int) -> KeyOf:
 
     def grown(samples: int) -> Key:
         count = ceil(samples / micro_batches)
-        return max(known(at) for at in (count, *(x for x in sizes if 0 < x < count)))
+        below = (known(at) for at in (count, *(x for x in sizes if 0 < x < count)))
+        return tuple(map(max, zip(*below, strict=True)))
 
     return cache(grown)

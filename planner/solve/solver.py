@@ -12,13 +12,13 @@ from typing import Protocol
 
 from ..schema.errors import InputError
 from ..schema.pins import no_such_unit, spelled_out
-from .even import even_if_quicker
 from .heuristic.branches import side_by_side
 from .heuristic.least_memory import nothing_fits
 from .heuristic.schedules import any_schedule, offloads, shard_if_needed, widest, without_offload
 from .heuristic.segmented import quicker_in_segments
 from .local_steps import apart_if_quicker
 from .problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
+from .quicker_shares import with_quicker_shares
 
 PREFERENCE = ("integer", "lagrangian", "heuristic")
 """The order in which ``auto`` looks for a solver: the first that is there and that is able."""
@@ -129,7 +129,7 @@ def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -
         found = _without_needless_offload(one, chosen, time_limit_s)
         if one.capability.branches:
             found = side_by_side(one, found)
-        found = even_if_quicker(one, quicker_in_segments(one, found, time_limit_s))
+        found = with_quicker_shares(one, quicker_in_segments(one, found, time_limit_s))
         return found._replace(reason="; ".join(r for r in (reason, found.reason) if r))
 
     result, every = None, widest(problem)

@@ -18,6 +18,7 @@ from meshwright.executor.checkpoint import safetensors
 from meshwright.executor.checkpoint.checkpoint import checkpoint
 from meshwright.executor.checkpoint.folder import step_name, steps_in
 from meshwright.executor.checkpoint.index import read_index
+from meshwright.executor.parallel import run_of
 from meshwright.planner.schema.errors import InputError, RunError
 from torch import nn
 
@@ -40,6 +41,7 @@ def goes_on(rank: int, name: str, world: int, folder: str, **options: Any) -> li
     first.ckpt.close()
     second = Trained(rank, chosen, f"{folder}/first", seed=2, every=3, **options)
     assert second.ckpt.resume() == 3
+    assert run_of(second.model).resumed_from == 3  # what is shown of its progress counts from there
     second.train(3)
     assert second.losses == straight.losses[3:]
     return unequal(second.digest(), straight.digest())

@@ -225,6 +225,7 @@ def digits_by_our_loop(
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     apply(model, optimizer, plan)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=100)
     for number, (images, labels) in enumerate(batches, start=1):
         last = number % parts == 0
         with nullcontext() if last else model.no_sync():
@@ -234,6 +235,7 @@ def digits_by_our_loop(
         if last:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            schedule.step()
             optimizer.zero_grad()
     return model
 
@@ -268,6 +270,7 @@ def accelerate_saves(rank: int, folder: str, kind: str) -> None:
     again.epoch()  # other values than those that are loaded
     again.accelerator.load_state(f"{folder}/state")
     again.epoch()
+    assert again.schedule.get_last_lr() == training.schedule.get_last_lr()
     same(full_state_dict(again.model), full_state_dict(training.model))
     training.accelerator.save_model(training.model, f"{folder}/model")
     training.accelerator.wait_for_everyone()
@@ -294,6 +297,11 @@ def fabric_trains(rank: int, folder: str, kind: str, parts: int, mixed: bool) ->
     assert training.accuracy() > 0.2
 
 
+def parts_of(training: Any) -> dict[str, Any]:
+    names = ("model", "optimizer", "schedule")
+    return {name: getattr(training, name) for name in names}
+
+
 def fabric_saves(rank: int, folder: str, kind: str) -> None:
     begin(rank)
     import with_fabric as example
@@ -301,13 +309,13 @@ def fabric_saves(rank: int, folder: str, kind: str) -> None:
     digits_plan(rank, folder, kind)
     training = example.Training()
     training.epoch()
-    state = {"model": training.model, "optimizer": training.optimizer, "epoch": 1}
+    state = {**parts_of(training), "epoch": 1}
     training.fabric.save(f"{folder}/state.ckpt", state)
     kept = copied(full_state_dict(training.model.module))
     training.epoch()
     again = example.Training()
     again.epoch()
-    found = {"model": again.model, "optimizer": again.optimizer, "epoch": 0}
+    found = {**parts_of(again), "epoch": 0}
     assert again.fabric.load(f"{folder}/state.ckpt", found) == {}
     assert found["epoch"] == 1
     same(full_state_dict(again.model.module), kept)
@@ -321,7 +329,7 @@ def fabric_saves(rank: int, folder: str, kind: str) -> None:
     only = {"model": lambda name, value: name == "0.bias"}
     training.fabric.save(f"{folder}/part.ckpt", {"model": training.model}, filter=only)
     assert list(torch.load(f"{folder}/part.ckpt")["model"]) == ["0.bias"]
-    with pytest.raises(InputError, match="has no 'more', only model, optimizer, epoch"):
+    with pytest.raises(InputError, match="has no 'more', only model, optimizer, schedule, epoch"):
         again.fabric.load(f"{folder}/state.ckpt", {"model": again.model, "more": 1})
     with pytest.raises(InputError, match="No such file"):
         again.fabric.load(f"{folder}/no.ckpt", {"model": again.model})
@@ -374,6 +382,8 @@ def refuses_to_be_wrapped(rank: int, folder: str) -> None:
     apply(model, None, plan)
     with pytest.raises(InputError, match="exchanges its gradients itself"):
         DistributedDataParallel(model)
+    with pytest.raises(InputError, match="give the module inside it, and let the plan come before"):
+        discover(DistributedDataParallel(network()), Batch((torch.ones(2, 1, 8, 8),), None))
     with pytest.raises(InputError, match=r"mw\.adapt"):
         Accelerator(cpu=True).prepare(model)
     with pytest.raises(InputError, match="a Linear cannot be adapted: give a Trainer"):
@@ -396,8 +406,8 @@ def refuses_what_a_trainer_cannot(rank: int, folder: str) -> None:
         adapt(trainer)
 
 
-def refuses_what_is_not_saved(rank: int, folder: str) -> None:
-    """A rank's own rest of a gradient is in no checkpoint of a framework."""
+def refuses_what_fabric_cannot(rank: int, folder: str) -> None:
+    """A strategy that was not adapted; and a rank's own rest of a gradient is in no checkpoint."""
     begin(rank)
     import with_fabric as example
 
@@ -406,6 +416,10 @@ def refuses_what_is_not_saved(rank: int, folder: str) -> None:
         msgspec.structs.replace(u, exchange="dropped", exchange_ratio=0.5) for u in plan.units
     )
     given(msgspec.structs.replace(plan, units=units), folder, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(example.mw, "adapt", lambda strategy: strategy)
+        with pytest.raises(InputError, match="of which the ModelParallelStrategy of Fabric does"):
+            example.Training()
     training = example.Training()
     with pytest.raises(InputError, match="leaves part of its gradient for later steps"):
         training.fabric.save(f"{folder}/state.ckpt", {"model": training.model})
@@ -419,8 +433,8 @@ def test_what_cannot_be_is_said(two, tmp_path, check):
 
 
 @frameworks.needs("lightning_fabric")
-def test_what_is_not_saved_is_said(two, tmp_path):
-    two(refuses_what_is_not_saved, str(tmp_path), limit_s=100)
+def test_what_fabric_cannot_is_said(two, tmp_path):
+    two(refuses_what_fabric_cannot, str(tmp_path), limit_s=100)
 
 
 # -- as a user starts them ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 from typing import Any
 
@@ -28,7 +29,7 @@ def predicted(**figures: float) -> Plan:
 
 
 def trains(
-    rank: int, made: Plan, slow_rank: int | None, steps: int = 80
+    rank: int, made: Plan, slow_rank: int | None, steps: int = 80, every_s: float = 0.1
 ) -> tuple[list[str], list[str]]:
     """The lines that this rank shows, and what it says; ``slow_rank`` sleeps in its forward."""
 
@@ -44,9 +45,11 @@ def trains(
     screen, said, run = io.StringIO(), list[str](), run_of(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_progress, "TOLD_S", 0.1)
+        patch.setattr(training_progress, "FIRST_S", 0.2)
         shown = TrainingProgress(
-            run, torch.device("cpu"), total=steps, every_s=0.1, screen=screen, say=said.append
+            run, torch.device("cpu"), total=steps, every_s=every_s, screen=screen, say=said.append
         )
+        shown.begin(steps, 1)
         clock_of(run, model, optimizer).listeners.append(shown.stepped)
         for _ in range(steps):
             if slow_rank is None:
@@ -83,6 +86,13 @@ def test_the_rank_that_computes_too_long_is_named_once(ranks):
         assert others == []
 
 
+def test_why_steps_are_slow_is_said_before_the_next_line(ranks):
+    (lines, said), _ = ranks(2)(trains, predicted(**FAST), 1, every_s=60.0)
+    assert len(lines) == 2  # the first, and the last step's
+    assert lines[1].startswith("step 80 of 80")
+    assert len(said) == 1, said
+
+
 def test_links_are_named_where_ranks_wait_longer_than_predicted(ranks):
     """As much computing was predicted as there could be, and no waiting."""
     made = predicted(**FAST | {"compute_s": 1e3})
@@ -108,6 +118,17 @@ def test_a_loop_of_ones_own_shows_its_loss(ranks):
 
 
 def own_loop(rank: int) -> bool:
+    screen = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", screen)
+        same = own_loop_on(rank)
+    # The last step's line, whenever that is; those before the checkpoint count.
+    lines = screen.getvalue().splitlines()
+    assert [line.startswith("step 9 of 9, loss ") for line in lines] == [True] * (rank == 0)
+    return same
+
+
+def own_loop_on(rank: int) -> bool:
     model = torch.nn.Linear(4, 4)
     with scheduled("priority"):
         made: Any = plan(2, statistics="local")
@@ -116,6 +137,7 @@ def own_loop(rank: int) -> bool:
     with pytest.raises(meshwright.InputError, match="give more than 0"):
         progress(model, every_s=0)
     shown = meshwright.progress(model, total=9, every_s=60)
+    run_of(model).resumed_from = 6
     for _ in range(3):
         loss = model(torch.ones(2, 4)).mean()
         loss.backward()

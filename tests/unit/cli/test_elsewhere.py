@@ -79,7 +79,17 @@ def test_hosts_say_themselves_how_many_they_are():
 def test_what_would_run_is_only_shown(meshwright, plan_file, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # where there is no ssh
     (tmp_path / "hosts").write_text("root@a slots=5\nb slots=3\n")
-    given = ("--hostfile", "hosts", "--steps", 4, "--env", "X=1 2", "--timeout", 9, "--dry-run")
+    given = (
+        "--hostfile",
+        "hosts",
+        "--trace",
+        "t.json",
+        "--env",
+        "X=1 2",
+        "--timeout",
+        9,
+        "--dry-run",
+    )
     done = meshwright("launch", plan_file, *given, "t.py", "--lr", "a b")
     assert done.code == 0
     lines = done.out.splitlines()
@@ -89,7 +99,8 @@ def test_what_would_run_is_only_shown(meshwright, plan_file, tmp_path, monkeypat
     assert "X=1 2" in words
     assert words[words.index(sys.executable) :] == [
         *(sys.executable, "-m", "meshwright", "launch", str(plan_file), "--nnodes=2"),
-        *("--nproc=5,3", "--steps=4", "--timeout=9.0", "--node-rank=1", "--rendezvous=a:29500"),
+        *("--nproc=5,3", "--timeout=9.0", "--trace=t.json", "--node-rank=1"),
+        "--rendezvous=a:29500",
         *("t.py", "--lr", "a b"),
     ]
 

@@ -60,6 +60,12 @@ def test_what_is_not_as_planned_is_said_before_anything_starts(meshwright, plan_
     assert "note: " not in done.err
 
 
+def test_how_many_steps_a_script_makes_is_its_own(meshwright, plan_file):
+    done = meshwright("launch", "--steps", 20, plan_file, "train.py")
+    assert done.code == 2
+    assert "--steps 20 concerns a plan's own workload, and a script makes as many" in done.sentence
+
+
 def test_checkpoints_are_refused_before_anything_starts(meshwright, plan_file, tmp_path):
     (tmp_path / "kept" / "step-00000040").mkdir(parents=True)
     (tmp_path / "other").mkdir()

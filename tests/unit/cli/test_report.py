@@ -114,6 +114,10 @@ def test_a_page_has_every_section_and_needs_nothing_else(page):
     assert "times as fast as plain data parallelism" in words
     assert "Held fixed: the model, the global batch of 256" in words
     assert "Bound by gradient exchange between nodes" in words
+    assert "A plan for 8 ranks on 8 nodes (" in words
+    # What plan says last, as it matters most.
+    assert "One device by itself would take" in words
+    assert "--ranks 1,8 compares sizes." in words
     assert "Decisions: layout is (groups, members of each)" in words
     assert "launch the plan with --report" in words
 
@@ -238,6 +242,10 @@ def test_axes_have_round_figures():
     assert Scale(0, 7.7, 0, 100).ticks(4) == [0, 2, 4, 6]
     assert Scale(0.4, 9, 0, 100, logarithmic=True).ticks(6) == [0.5, 1, 2, 5]
     assert Scale(1, 10_000, 0, 100, logarithmic=True).ticks(5) == [1, 10, 100, 1000, 10_000]
+    # Between two powers there is no round figure of theirs.
+    short = Scale(0.54, 0.94, 0, 100, logarithmic=True)
+    assert short.ticks(6) == pytest.approx([0.6, 0.7, 0.8, 0.9])
+    assert Scale(850, 1300, 0, 100, logarithmic=True).ticks(6) == [900, 1000, 1100, 1200, 1300]
     assert Scale(1, 100, 0, 100, logarithmic=True).at(10) == pytest.approx(50)
     assert [round_step(x) for x in (0.11, 0.2, 3, 5.1)] == pytest.approx([0.2, 0.2, 5, 10])
     assert (time_unit(0.002).name, time_unit(2).name, byte_unit(2**21).name) == ("ms", "s", "MiB")

@@ -10,7 +10,7 @@ from meshwright.cli.render.charts import COLOURS, NARROW, WIDE
 
 from tests.browser import browser, look, screenshot
 
-PHONE, SCREEN = 360, 1000
+PHONE, SMALL, SCREEN = 360, 600, 1000
 DARK = "--blink-settings=preferredColorScheme=0"
 CHARTS = {
     "The parts of a step", "Which part of each unit a rank has",
@@ -30,7 +30,7 @@ def page(meshwright, plan_file, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_report_is_drawn_in_both_widths_light_and_dark(page, tmp_path):
-    for width, drawn in ((PHONE, NARROW), (SCREEN, WIDE)):
+    for width, drawn in ((PHONE, NARROW), (SMALL, NARROW), (SCREEN, WIDE)):
         check_drawn(look(page, width), width, drawn)
     check_colours(screenshot(page, SCREEN, 5200, tmp_path / "wide.png"), "#ffffff")
     check_colours(screenshot(page, PHONE, 8000, tmp_path / "dark.png", DARK), "#16181b")
@@ -42,6 +42,7 @@ def check_drawn(found: dict[str, Any], width: int, drawn: int) -> None:
     # Nothing is wider than the screen.
     assert found["scrolls"] <= width
     assert found["wide"] == []
+    assert found["broken"] == []
     assert {chart["name"] for chart in found["charts"]} >= CHARTS
     assert len(found["charts"]) == 7
     for chart in found["charts"]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
+from meshwright.cli.render.documents import local_batch_sentences
 from meshwright.planner.cost.device_kinds import slowed
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.plan import Plan
@@ -85,8 +87,12 @@ def test_a_described_cluster_keeps_a_ratio(meshwright, tmp_path):
         (("--profile-of", "host7=profile.json"), "a profile of node 'host7', which cluster"),
         (("--relative-speed", "host7=0.5"), "a speed of node 'host7', which cluster"),
         (("--relative-speed", "host1"), "--relative-speed 'host1' is not NODE=VALUE"),
-        (("--relative-speed", "host1=0"), "0 cannot be: give more than 0"),
+        (("--relative-speed", "host1=0"), "--relative-speed host1=0: 0 cannot be: give"),
         (("--relative-speed", "host1=half"), "'half' is not a number: give more than 0"),
+        (
+            ("--relative-speed", "host1=1,host2=2"),
+            "give more than 0, and --relative-speed once for",
+        ),
         (("--profile-of", "host1=none.json"), "cannot read none.json"),
         (("--profile-of", "host1=profile.json", "--ranks", "2"), "--ranks plan for others"),
     ],
@@ -118,3 +124,11 @@ def test_a_profile_with_times_of_nodes_says_so(meshwright, tmp_path):
     assert sentence.startswith(f"On host1 ({profile.device}) a step")
     save(joined, tmp_path / "joined.json")
     assert load(ModelProfile, tmp_path / "joined.json") == joined
+
+
+def test_nodes_with_the_same_share_are_named_where_others_lie_between(plan):
+    sizes = (36, 20, 36, 36, 32, 32, 32, 32)
+    (words,) = local_batch_sentences(
+        msgspec.structs.replace(plan, local_batch_sizes=sizes), cluster_of(8)
+    )
+    assert "36 on host0, host2, host3; 20 on host1; 32 on host4 … host7 (4)." in words

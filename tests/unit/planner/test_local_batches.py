@@ -18,9 +18,11 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.local_batches import local_batches
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import decode, encode
+from meshwright.planner.solve.answer import answer, choice
 from meshwright.planner.solve.evaluate import decisions_of, make_plan, rank_memory
-from meshwright.planner.solve.local_batches import balanced_batches, least_largest
+from meshwright.planner.solve.local_batches import balanced_batches, least_in_turn, least_largest
 from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.quicker_shares import with_quicker_shares
 from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear, share
@@ -123,6 +125,21 @@ def test_of_shares_that_wait_for_the_links_alike_the_quickest_are_taken():
         # By priority the first unit computes while the second one's gradients travel, on any rank.
         made = CostModel(model_of(1e-3, 0.0), slow_links, Goal(batch=12), sliced=sliced)
         assert balanced_batches(made, schedule) == (8, 4)
+
+
+def test_divided_units_do_not_keep_shares_that_an_exchange_decided():
+    """Both units compute, the second is divided: as unequal shares as (11, 1) only make the first
+    rank compute long."""
+    problem = Problem(model_of(1e-3, 1e-3), links(2, n1=0.5), Goal(batch=12), PLAIN)
+    model = problem.cost_model()
+    decisions = list(model.baseline)
+    decisions[2] = decisions[2]._replace(layout=Layout(groups=1, degree=2), style="row")
+    for shares in ((11, 1), (8, 4)):
+        chosen = choice(model.with_local_batches(shares), tuple(decisions), "barrier")
+        found = answer(problem, chosen, "integer", None, proved=False, seconds=0.0)
+        better = with_quicker_shares(problem, found)
+        assert better.checked().local_batch_sizes == (8, 4)
+    assert better is found
 
 
 # -- within memory -----------------------------------------------------------------------------
@@ -233,6 +250,10 @@ def test_a_batch_of_another_size_is_shared_out_in_proportion():
     assert local_batches(13, 2, (8, 4)) == (9, 4)
     assert local_batches(6, 2, (8, 4)) == (4, 2)
     assert local_batches(0, 2, (8, 4)) == (0, 0)
+    # Two thirds of a sample are one, as long as there are as many as ranks.
+    assert local_batches(40, 2, (59, 1)) == (39, 1)
+    assert local_batches(4, 4, (90, 1, 1, 1)) == (1, 1, 1, 1)
+    assert local_batches(1, 2, (59, 1)) == (1, 0)
     plan = planned(model_of(1e-3), links(2, n1=0.5), batch=12)
     assert [plan.local_batch_size(rank) for rank in (0, 1)] == [8, 4]
     assert [plan.local_batch_size(rank, 7) for rank in (0, 1)] == [5, 2]
@@ -303,3 +324,17 @@ def test_bounds_are_kept_and_what_is_alike_is_even():
     assert least_largest(9, [single, double], [0, 0], [4, 9]) == (4, 5)
     # One that is slow with the least that it must have does not leave the others' shares open.
     assert least_largest(8, [lambda n: (100.0,), single, double], [1, 0, 0], [1, 8, 8]) == (1, 5, 2)
+
+
+def test_what_takes_as_long_with_any_number_does_not_decide():
+    """A rank whose updates are slow is the last to be done with any share: that is no reason to
+    give it the least that it may have."""
+
+    def fast(n):
+        return (1.0, 1.0 * n)
+
+    def slow(n):
+        return (1.1, 2.0 * n)
+
+    assert least_in_turn(12, [fast, slow], [1, 1], [12, 12]) == (8, 4)
+    assert least_in_turn(12, [slow, fast], [1, 1], [12, 12]) == (4, 8)
