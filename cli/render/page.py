@@ -25,6 +25,7 @@ from .comparisons import measured_table
 from .documents import (
     bound_sentence,
     decision_table,
+    local_batch_sentences,
     local_sentences,
     memory_sentences,
     origin_sentences,
@@ -156,6 +157,7 @@ def _head(found: PageContents) -> Iterator[Element]:
         class_="note",
     )
     yield from _sentences([verdict(plan), *local_sentences(plan)])
+    yield from _sentences(local_batch_sentences(plan, cluster))
     yield from _sentences(origin_sentences(plan, found.profile, cluster))
     yield from _sentences(memory_sentences(plan, found.profile, cluster))
     yield from _sentences([bound_sentence(found.bottleneck)])
