@@ -132,6 +132,9 @@ class Run:
         self.priority: PriorityExchange | None = None
         self.apart: HostsApart | None = None
         self.step_clock: StepClock | None = None
+        self.steps_done = 0
+        """Steps of the training as the clock counts them, with those that were made before the
+        checkpoint from which it goes on."""
         self.progress: object | None = None
         """What shows how far the training is, where something does."""
         # Weak: else no run, with its model, would end before the process.

@@ -52,6 +52,7 @@ class StepClock:
         after_each_step(model.parameters(), optimizer, self._stepped)
 
     def _stepped(self, _: Optimizer) -> None:
+        self._run.steps_done += 1
         at = now(self._device), self._run.meter.seconds, self._run.exposed_s
         held, before = self._run.watch.stream_waits.take(), self._before
         self._before = at

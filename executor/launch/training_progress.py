@@ -132,6 +132,12 @@ class TrainingProgress:
             self._loss.given = step.loss, 1 / step.share
         self.stepped(step.moments)
 
+    def noticed(self, step: StepMoments) -> None:
+        """The clock of a loop of the user's own tells of a step."""
+        # It counts the first too, of which it does not tell, and those before a checkpoint.
+        self._done = self._run.steps_done - 1
+        self.stepped(step)
+
     def stepped(self, step: StepMoments) -> None:
         """A step was launched."""
         self._done += 1
@@ -407,7 +413,7 @@ def progress(
         run.progress.told(total, every_s)
         return run.progress
     made = TrainingProgress(run, device_of(model), total=total, every_s=every_s)
-    clock_of(run, model, optimizer).listeners.append(made.stepped)
+    clock_of(run, model, optimizer).listeners.append(made.noticed)
     run.progress = made
     return made
 

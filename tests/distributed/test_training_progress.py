@@ -121,5 +121,11 @@ def own_loop(rank: int) -> bool:
         loss.backward()
         optimizer.step()
         shown.step(loss)
+    assert shown._done == 3
+    # Behind a checkpoint too, from which ``resume`` has gone on.
+    run_of(model).steps_done = 7
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+    assert shown._done == 8
     # The one that is there goes on, with what is told of it now.
     return meshwright.progress(model, every_s=30) is shown
