@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from meshwright import Hosts, InputError, RunError
-from meshwright.executor.launch.hosts.over_ssh import HostWork, launch_over_ssh, meeting_peer
-from meshwright.executor.launch.hosts.protocol import Meeting
+from meshwright.executor.launch.hosts.over_ssh import launch_over_ssh, meeting_peer
+from meshwright.executor.launch.hosts.protocol import HostWork, Meeting
 from meshwright.executor.launch.hosts.serve import meeting_place
 from meshwright.executor.launch.hosts.ssh import ssh_command
 from meshwright.planner.schema.errors import MemoryRunError
@@ -70,7 +70,7 @@ def test_each_host_gets_its_part_and_where_to_meet(ssh, tmp_path):
     assert first["folder"] == "/work here"
     assert first["environment"]["X"] == "$(y)"
     assert {**first, "node_rank": 1} == second
-    assert json.loads(first["plan"])["target"] == PLAN.target
+    assert first["plan"]["target"] == PLAN.target
 
 
 def test_ssh_is_asked_no_question_and_given_one_command(ssh, tmp_path, monkeypatch):
