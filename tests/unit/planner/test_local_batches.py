@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from meshwright.planner.cost.budget import single_device_batch_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.device_kinds import (
     device_kinds,
@@ -290,6 +291,7 @@ def test_other_sizes_are_of_the_first_nodes_like():
     assert resized_problem(problem, 2).profile is joined
     by_ratio = resized_problem(Problem(profile, links(2, n0=0.5), Goal(batch=12), WHOLE), 1)
     model = by_ratio.cost_model()
+    assert single_device_batch_s(model) == pytest.approx(12 * 2 * 3e-3)
     assert evaluation(model, model.baseline).prediction.compute_s == pytest.approx(12 * 2 * 3e-3)
 
 
