@@ -296,7 +296,7 @@ def _note_differences(plan: Plan, nproc: Sequence[int] | None, nnodes: int, node
         return
     # Another number of ranks is refused by the launch itself.
     if sum(counts) == plan.world_size and node_rank < nnodes:
-        for text in differences(plan, counts[node_rank]):
+        for text in differences(plan, counts[node_rank], sum(counts[:node_rank])):
             note(text)
 
 

@@ -198,9 +198,10 @@ def _launch_script(plan: Plan, script: Sequence[str], ranks: Ranks) -> RunReport
     return report_of_script(plan, found) if found and ranks.node_rank == 0 else None
 
 
-def differences(plan: Plan, ranks: int) -> list[str]:
-    """What a run of ``ranks`` of a plan's ranks on this host has of other devices than those that
-    the plan was made for, each in a sentence; told before anything is started."""
+def differences(plan: Plan, ranks: int, first: int = 0) -> list[str]:
+    """What a run of ``ranks`` of a plan's ranks on this host, from the ``first`` on, has of other
+    devices than those that the plan was made for, each in a sentence; told before anything is
+    started."""
     found = []
     # As ``devices.local_device`` chooses: a GPU for each rank here, or the CPU for all.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -218,7 +219,9 @@ def differences(plan: Plan, ranks: int) -> list[str]:
         )
     made_for = cache.get(Cluster, plan.provenance.cluster)
     here = device_name(torch.device("cpu") if on_cpu else torch.device("cuda", 0))
-    names = sorted({device.name for device in made_for.devices}) if made_for else [here]
+    # Of unequal devices this host has its own.
+    devices = made_for.devices[first : first + ranks] if made_for else ()
+    names = sorted({device.name for device in devices}) or [here]
     if names != [here]:
         found.append(
             f"the plan was made for {' and '.join(names)} and this host has {here}: what is "

@@ -196,7 +196,9 @@ class _SshRun:
         ready = [self._ready[number] for number in sorted(self._ready)]
         setups = [answer.setup for answer in ready]
         check_versions(setups)
-        self._say(other_devices(setups) or "")
+        # Where a plan shares the batch out by the devices' speed, it knows of them.
+        if not self._work.plan.local_batch_sizes:
+            self._say(other_devices(setups) or "")
         notes: dict[str, list[str]] = {}
         for label, answer in zip(self._labels, ready, strict=True):
             for note in answer.notes:

@@ -124,7 +124,7 @@ def _ready(plan: Plan, order: HostOrder) -> HostReady:
         setup=setup_here(torch.device("cuda" if on_gpus else "cpu")),
         address=reached[2] if len(reached) == 4 else "",
         free_bytes=free,
-        notes=tuple(differences(plan, here)),
+        notes=tuple(differences(plan, here, sum(order.per_host[: order.node_rank]))),
     )
 
 
