@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -386,6 +387,39 @@ def _write_trace(
     return f"trace written to {path}{missing}; https://ui.perfetto.dev opens it"
 
 
+class _RunTrace:
+    """The file for what the ranks of a run record. Of a run that was started again it holds the
+    latest attempt of which there is something to tell, under the plan of that."""
+
+    def __init__(self, path: Path, node_rank: int, say: Callable[[str], None]) -> None:
+        self._path = path.with_stem(f"{path.stem}-{node_rank}") if node_rank else path
+        self._say, self._is_written = say, False
+
+    def recorded(self, plan: Plan, found: list[RecordedSteps]) -> None:
+        """An attempt has ended, of which its ranks have recorded that."""
+        if found:
+            self._say(_write_trace(plan, self._path, *_known(plan), found))
+            self._is_written = True
+
+    def end(self) -> None:
+        """There are no more attempts."""
+        from .executor.launch.timeline import LEAST_STEPS
+
+        if not self._is_written:
+            self._say(f"no trace: fewer than {LEAST_STEPS} steps were made under the plan")
+
+
+def _with_trace(
+    run: Callable[[], RunReport | None], timelines: _RunTrace | None
+) -> RunReport | None:
+    """What a run measures, which may be recorded."""
+    try:
+        return run()
+    finally:
+        if timelines is not None:
+            timelines.end()
+
+
 def _known(plan: Plan) -> tuple[ModelProfile | None, Cluster | None]:
     """What a plan was made from, where it is found by its fingerprint."""
     made = plan.provenance
@@ -622,12 +656,12 @@ def launch(
     """
     from .executor.launch.background import Background
     from .executor.launch.hosts.elastic import launch_elastic
-    from .executor.launch.hosts.over_ssh import HostWork, launch_over_ssh
+    from .executor.launch.hosts.over_ssh import launch_over_ssh
+    from .executor.launch.hosts.protocol import HostWork
     from .executor.launch.hosts.settings import counts_of
     from .executor.launch.launch import keeping_for, launch, ranks_for, ranks_of_hosts
     from .executor.launch.restarts import Restarts
     from .executor.launch.scalars import TENSORBOARD_VARIABLE
-    from .executor.launch.timeline import LEAST_STEPS
     from .executor.launch.training_progress import PROGRESS_VARIABLE
 
     again = Restarts(restarts) if isinstance(restarts, int) else restarts
@@ -638,17 +672,8 @@ def launch(
         else background
     )
 
-    def write_trace(found: list[RecordedSteps]) -> None:
-        assert trace is not None
-        path = Path(trace)
-        if node_rank:
-            path = path.with_stem(f"{path.stem}-{node_rank}")
-        if found:
-            say(_write_trace(plan, path, *_known(plan), found))
-        else:
-            say(f"no trace: fewer than {LEAST_STEPS} steps were made under the plan")
-
-    recorded = None if trace is None else write_trace
+    timelines = None if trace is None else _RunTrace(Path(trace), node_rank, say)
+    recorded = None if timelines is None else timelines.recorded
     if hosts is not None:
         if tensorboard is not None:
             # Named from the working folder there.
@@ -666,14 +691,17 @@ def launch(
             checkpoint_every=checkpoint_every, resume=resume, progress=progress,
             trace=trace is not None,
         )  # fmt: skip
-        if again.wanted:
-            return launch_elastic(work, hosts, again, at_end, say, recorded)
-        return launch_over_ssh(work, hosts, at_end, say, recorded)
+        started = partial(launch_elastic, restarts=again) if again.wanted else launch_over_ssh
+        run = partial(started, work, hosts, at_end=at_end, say=say, recorded=recorded)
+        return _with_trace(run, timelines)
     # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet, tensorboard)
     ranks = ranks.telling({PROGRESS_VARIABLE: "1" if progress else ""})
     keeping = keeping_for(checkpoint, checkpoint_every, resume=resume)
-    return launch(plan, script, steps, ranks, background_job, keeping, at_end, say, again, recorded)
+    run = partial(
+        launch, plan, script, steps, ranks, background_job, keeping, at_end, say, again, recorded
+    )
+    return _with_trace(run, timelines)
 
 
 def auto_parallelize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +17,8 @@ from ..executor.launch.hosts.settings import (
     variables,
 )
 from ..executor.notes import note
+from ..planner.schema import cache
+from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError
 from ..planner.schema.plan import Plan
 from ..planner.schema.text import option
@@ -80,6 +82,7 @@ class Elsewhere:
     gpus: int | None
     job_name: str
     max_restarts: int = 0
+    resume: bool = True
 
     @property
     def way(self) -> str | None:
@@ -119,6 +122,34 @@ class Elsewhere:
             )
         if self.way == _KUBERNETES and self.image is None:
             raise InputError("--kubernetes needs the image of its pods: add --image NAME")
+        if self.way == _KUBERNETES and self.max_restarts and not self.resume:
+            raise InputError(
+                "with --no-resume pods that are started again would refuse the checkpoints of "
+                "those before: leave --no-resume out and name a new --checkpoint folder"
+            )
+
+    def notes(self, plan: Plan, params: Mapping[str, object]) -> Iterator[str]:
+        """What is worth knowing of a job that is written, of which ``params`` are the options."""
+        cluster = cache.get(Cluster, plan.provenance.cluster)
+        if self.gpus and cluster is not None and not cluster.on_gpus:
+            names = " and ".join(sorted({device.name for device in cluster.devices}))
+            yield (
+                f"the plan was made for {names}, and --gpus asks for GPUs, on which its ranks then "
+                "run: what was predicted says little of them; plan for a cluster of these GPUs"
+            )
+        if self.way != _KUBERNETES:
+            return
+        if params.get("checkpoint") is not None:
+            folder = params["checkpoint"]
+            yield f"pods keep checkpoints in {folder}: mount a volume there that all share"
+        job = params.get("background")
+        if job is not None:
+            yield f"each pod runs {job} beside its ranks: the image has to have it"
+        written = [params.get(name) for name in ("report", "trace", "tensorboard")]
+        written.append(params.get("background_log") if job is not None else None)
+        files = [str(one) for one in written if one is not None]
+        if files:
+            yield f"pods write {', '.join(files)}, which end with them: mount a volume there"
 
     def found_hosts(self) -> Hosts | None:
         """The hosts to start over ssh; None where there are none."""

@@ -161,7 +161,7 @@ def launch(
         ssh_config=ssh_config, ssh_options=tuple(ssh_option or ()), python=remote_python,
         folder=folder, variables=tuple(env or ()), rendezvous=rendezvous, dry_run=dry_run,
         slurm_options=tuple(slurm_option or ()), submit=submit, image=image, gpus=gpus,
-        job_name=job_name, max_restarts=max_restarts or 0,
+        job_name=job_name, max_restarts=max_restarts or 0, resume=resume,
     )  # fmt: skip
     asked.check()
     _check_belongs(given, "background", "a background job: add --background COMMAND", background)
@@ -178,8 +178,8 @@ def launch(
         checkpoint, len(found_hosts.names) if found_hosts else 0, nnodes if not asked.way else 1
     )
     if dry_run or slurm is not None or kubernetes is not None:
-        if kubernetes is not None and checkpoint is not None:
-            note(f"pods keep checkpoints in {checkpoint}: mount a volume there that all share")
+        for text in asked.notes(made, context.params):
+            note(text)
         words = elsewhere.own_words(context.params, given)
         asked.write(made, plan_file, words, script or (), elsewhere.Nodes(nnodes, nproc))
         return
@@ -301,7 +301,7 @@ def _note_differences(plan: Plan, nproc: Sequence[int] | None, nnodes: int, node
         return
     # Another number of ranks is refused by the launch itself.
     if sum(counts) == plan.world_size and node_rank < nnodes:
-        for text in differences(plan, counts[node_rank]):
+        for text in differences(plan, counts[node_rank], sum(counts[:node_rank])):
             note(text)
 
 

@@ -21,7 +21,7 @@ from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
 from ..planner.schema.text import seconds
-from ..planner.solve.heuristic.resize import resized
+from ..planner.solve.heuristic.resize import resized, resized_with
 from ..planner.solve.request import made_from
 from . import options
 from .output import check_out, deliver
@@ -127,7 +127,10 @@ def plan(
         for node, file in by_name(profile_of, "--profile-of").items()
     }
     if ranks is not None and not sizes:
-        there = resized(there, ranks[0])
+        if isinstance(what, ModelProfile):
+            what, there = resized_with(what, there, ranks[0])
+        else:  # measured for that cluster
+            there = resized(there, ranks[0])
     with progress(f"planning {target}") as step:
         how: dict[str, Any] = {
             "solver": solver,

@@ -132,10 +132,11 @@ class Run:
         self.priority: PriorityExchange | None = None
         self.apart: HostsApart | None = None
         self.step_clock: StepClock | None = None
+        self.steps_done = 0
+        """Steps of the training as the clock counts them, with those that were made before the
+        checkpoint from which it goes on."""
         self.progress: object | None = None
         """What shows how far the training is, where something does."""
-        self.resumed_from = 0
-        """The steps of the checkpoint that the training has gone on from."""
         # Weak: else no run, with its model, would end before the process.
         atexit.register(_let_finish, weakref.ref(self))
 

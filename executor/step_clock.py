@@ -51,12 +51,8 @@ class StepClock:
         run.watch.stream_waits.begin()
         after_each_step(model.parameters(), optimizer, self._stepped)
 
-    @property
-    def begun(self) -> bool:
-        """Whether it has seen a step."""
-        return self._before is not None
-
     def _stepped(self, _: Optimizer) -> None:
+        self._run.steps_done += 1
         at = now(self._device), self._run.meter.seconds, self._run.exposed_s
         held, before = self._run.watch.stream_waits.take(), self._before
         self._before = at

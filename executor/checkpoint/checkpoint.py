@@ -29,7 +29,15 @@ from ..parallel import run_of
 from ..run import Run
 from .boxes import TensorBox
 from .capture import Parts, capture, parameter_names
-from .folder import check_folder, discard, prepare, remove_older, step_name, steps_in
+from .folder import (
+    check_folder,
+    discard,
+    prepare,
+    refused_apart,
+    remove_older,
+    step_name,
+    steps_in,
+)
 from .holdings import StateTensor, holdings_of
 from .index import CheckpointIndex, find_damage
 from .latest import Latest, first_whole, index_or_damage
@@ -95,11 +103,9 @@ def checkpoint(
         if keep < 1:
             raise InputError(f"keep={keep} checkpoints would keep none: give at least 1")
         if run.apart is not None:
-            raise InputError(
-                "hosts train apart under this plan (local steps), and a checkpoint holds what all "
-                "have alike: save model.state_dict(), optimizer.state_dict() and "
-                "mw.exchange_state_dict(model) on every rank with torch.save, or plan without "
-                "--allow-local-steps"
+            raise refused_apart(
+                "save model.state_dict(), optimizer.state_dict() and "
+                "mw.exchange_state_dict(model) on every rank with torch.save"
             )
         path = _folder_of(folder)
         if optimizer is not None:
@@ -204,6 +210,7 @@ class Checkpoint:
         found = self._latest().checked("copy one back, or name a new folder to begin anew")
         if found.index is not None:
             self._restore(found.index)
+            self._run.steps_done = found.step
         self._resumed = True
         return found
 
@@ -239,7 +246,7 @@ class Checkpoint:
                 f"the checkpoint of step {index.step} could not be read ({error}): start the ranks "
                 "anew"
             ) from error
-        self._steps = self._run.resumed_from = index.step
+        self._steps = index.step
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -375,7 +382,7 @@ def decisions(plan: Plan) -> str:
     return _digest(
         (
             plan.world_size, plan.placement, plan.message_bytes, plan.schedule, plan.precision,
-            plan.goal.batch_statistics, units,
+            plan.goal.batch_statistics, units, *plan.local_batch_sizes,
         )
     )  # fmt: skip
 

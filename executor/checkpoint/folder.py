@@ -33,6 +33,14 @@ def steps_in(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
+def refused_apart(remedy: str, of: str = "") -> InputError:
+    """For a plan whose hosts train apart, of which no checkpoint (``of`` a framework) is whole."""
+    return InputError(
+        f"hosts train apart under this plan (local steps), and a checkpoint{of} holds what all "
+        f"have alike: {remedy}, or plan without --allow-local-steps"
+    )
+
+
 def check_folder(folder: Path) -> None:
     """Raises ``InputError`` unless a folder is new, empty or has checkpoints."""
     if (folder / INDEX).exists():

@@ -10,7 +10,7 @@ from torch import nn
 from ...planner.schema.errors import InputError
 from ..parallel import is_parallel, mix_in
 from .accelerator import adapt_accelerator
-from .whole import check_saved_by, loading_whole, pairs_of, saving_whole
+from .whole import check_saved_by, loading_whole, pairs_of, saving_whole, tell_even_shares
 
 NAME = "the Trainer"
 
@@ -45,6 +45,7 @@ class PlannedTrainer:
 def adapt_trainer(trainer: Any) -> None:
     """See ``adapt``."""
     _check(trainer)
+    tell_even_shares(NAME, trainer.model)
     adapt_accelerator(trainer.accelerator)
     if not isinstance(trainer, PlannedTrainer):
         mix_in(trainer, PlannedTrainer)

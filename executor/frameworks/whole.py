@@ -3,6 +3,7 @@ of its optimizer is what one process would have."""
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from ...models.compiled import unwrapped
 from ...planner.schema.errors import InputError
+from ..checkpoint.folder import refused_apart
 from ..comm.steps import parameters_of
 from ..parallel import (
     full_optimizer_state_dict,
@@ -27,17 +29,30 @@ def check_saved_by(framework: str, model: nn.Module) -> None:
     """Raises ``InputError`` for a plan under which a rank has what a framework does not save."""
     plan = run_of(model).whole_plan
     if plan.local_steps is not None:
-        raise InputError(
-            "hosts train apart under this plan (local steps), and a checkpoint of "
-            f"{framework} holds what all have alike: let it save nothing, or plan without "
-            "--allow-local-steps"
-        )
+        raise refused_apart("let it save nothing", f" of {framework}")
     waiting = next((unit for unit in plan.units if unit.lossy), None)
     if waiting is not None:
         raise InputError(
             f"unit {waiting.name!r} leaves part of its gradient for later steps "
             f"({waiting.exchange}), which a checkpoint of {framework} does not hold: save with "
             "mw.checkpoint and let it save nothing, or plan without --min-fidelity"
+        )
+
+
+def tell_even_shares(framework: str, model: nn.Module) -> None:
+    """Says what a framework that feeds all ranks alike makes of planned shares of the batch."""
+    run = run_of(model)
+    plan, rank = run.whole_plan, run.world.rank
+    if not plan.local_batch_sizes:
+        return
+    run.local_batches.satisfied()  # it need not be said by each rank that gets more than planned
+    if rank == 0:
+        sizes = ", ".join(str(plan.local_batch_size(r)) for r in range(plan.world_size))
+        warnings.warn(
+            f"{framework} feeds all ranks alike, and the plan, made for ranks of unequal speed, "
+            f"has {sizes} samples for them: it trains the same, and steps take longer than "
+            "predicted; a loop of your own may load plan.local_batch_size(rank) samples",
+            stacklevel=4,
         )
 
 

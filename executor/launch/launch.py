@@ -24,7 +24,7 @@ from ...planner.solve.solver import solve
 from ..background.job import Job, background_job
 from ..capability import CAPABILITY
 from ..checkpoint.checkpoint import EVERY_VARIABLE, FOLDER_VARIABLE
-from ..checkpoint.folder import check_folder, steps_in
+from ..checkpoint.folder import check_folder, refused_apart, steps_in
 from ..comm.setups import device_name
 from ..headroom import command, forecast, less_than
 from .background import (
@@ -64,19 +64,16 @@ def launch(
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
     restarts: Restarts | None = None,
-    recorded: Callable[[list[RecordedSteps]], None] | None = None,
+    recorded: Callable[[Plan, list[RecordedSteps]], None] | None = None,
 ) -> RunReport | None:
     """See ``api.launch``. None where this host has no rank 0, or where too few steps were made
     under the plan to measure. ``say`` is told of the background job, of checkpoints and of
-    restarts. Where steps are to be ``recorded``, those of the ranks here are handed over when they
-    have ended, however that was."""
+    restarts. Where steps are to be ``recorded``, the plan and those of the ranks here are handed
+    over when these have ended, however that was, each time that they were started."""
     check_plan(plan, ranks.world_size)
     check_script(script)
     if keeping is not None and not script and plan.local_steps is not None:
-        raise InputError(
-            "hosts train apart under this plan (local steps), and a checkpoint holds what all have "
-            "alike: leave out --checkpoint, or plan without --allow-local-steps"
-        )
+        raise refused_apart("leave out --checkpoint")
     again = restarts or Restarts()
     run = partial(
         _run, plan, script, steps, keeping=keeping, restarts=again, say=say, recorded=recorded
@@ -134,21 +131,22 @@ def _run(
     keeping: Keeping | None,
     restarts: Restarts,
     say: Callable[[str], None],
-    recorded: Callable[[list[RecordedSteps]], None] | None,
+    recorded: Callable[[Plan, list[RecordedSteps]], None] | None,
 ) -> RunReport | None:
     """Runs a plan that was checked, again where it has lost a rank; what was measured."""
-    if recorded is not None:
-        with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
-            told = ranks.telling({TRACE_VARIABLE: name})
-            try:
-                return _run(
-                    plan, script, steps, told,
-                    keeping=keeping, restarts=restarts, say=say, recorded=None,
-                )  # fmt: skip
-            finally:
-                recorded(recorded_in(Path(name)))
 
     def attempt(ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
+        if recorded is None:
+            return ranks_run(ranks, keeping)
+        # A folder for each attempt: of one that was too short nothing is told, and no part of the
+        # one before in its place.
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
+            try:
+                return ranks_run(ranks.telling({TRACE_VARIABLE: name}), keeping)
+            finally:
+                recorded(plan, recorded_in(Path(name)))
+
+    def ranks_run(ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
         if not script:
             task = Task(name="train", steps=steps, keeping=keeping)
             return run_task(task, ranks, RunReport, plan)
@@ -200,9 +198,10 @@ def _launch_script(plan: Plan, script: Sequence[str], ranks: Ranks) -> RunReport
     return report_of_script(plan, found) if found and ranks.node_rank == 0 else None
 
 
-def differences(plan: Plan, ranks: int) -> list[str]:
-    """What a run of ``ranks`` of a plan's ranks on this host has of other devices than those that
-    the plan was made for, each in a sentence; told before anything is started."""
+def differences(plan: Plan, ranks: int, first: int = 0) -> list[str]:
+    """What a run of ``ranks`` of a plan's ranks on this host, from the ``first`` on, has of other
+    devices than those that the plan was made for, each in a sentence; told before anything is
+    started."""
     found = []
     # As ``devices.local_device`` chooses: a GPU for each rank here, or the CPU for all.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -220,7 +219,9 @@ def differences(plan: Plan, ranks: int) -> list[str]:
         )
     made_for = cache.get(Cluster, plan.provenance.cluster)
     here = device_name(torch.device("cpu") if on_cpu else torch.device("cuda", 0))
-    names = sorted({device.name for device in made_for.devices}) if made_for else [here]
+    # Of unequal devices this host has its own.
+    devices = made_for.devices[first : first + ranks] if made_for else ()
+    names = sorted({device.name for device in devices}) or [here]
     if names != [here]:
         found.append(
             f"the plan was made for {' and '.join(names)} and this host has {here}: what is "

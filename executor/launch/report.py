@@ -107,16 +107,29 @@ class _RunFigures:
         self._typical = typical_of(run.whole_plan)
         self._device = device_of(model)
         self._steps: list[StepMoments] = []
+        self._run = run
         self._writer = given_writer(run.whole_plan, run.world.rank)
+        # The latest step, and its number.
+        self._latest: tuple[int, StepMoments] | None = None
         clock_of(run, model, optimizer).listeners.append(self._stepped)
 
     def _stepped(self, step: StepMoments) -> None:
         # Of the step before: on a device's streams this one may still be going on.
-        if self._writer is not None and self._steps:
-            self._writer.write(len(self._steps), self._steps[-1].seconds()[0])
+        self._write_latest()
+        self._latest = self._run.steps_done - 1, step
         self._steps.append(step)
         if self._device.type == "cuda" and len(self._steps) == WARM_UP:
             torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _write_latest(self) -> None:
+        if self._writer is not None and self._latest is not None:
+            number, step = self._latest
+            self._writer.write(number, step.seconds()[0])
+        self._latest = None
+
+    def end(self) -> None:
+        """There are no more steps."""
+        self._write_latest()
 
     def figures(self) -> RankFigures | None:
         """What is typical of the steps after the warm-up; None where too few were made."""
@@ -143,6 +156,7 @@ def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Non
     recorder = _RunFigures(model, optimizer)
 
     def leave() -> None:
+        recorder.end()
         found = recorder.figures()
         if found is not None:
             save(found, Path(folder) / f"figures-{os.environ.get('RANK', '0')}.json")

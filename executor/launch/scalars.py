@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,24 +41,31 @@ def _check_installed() -> None:
 
 
 class ScalarWriter:
-    """Writes what rank 0 tells of each step."""
+    """Writes what rank 0 tells of each step. What the folder has of steps from the first that is
+    told on, of a run that ended behind the checkpoint from which this one goes on, is hidden."""
 
     def __init__(self, folder: str, plan: Plan) -> None:
         _check_installed()  # on this host too, which need not be the launcher's
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._plan = plan
+        self._folder, self._plan = folder, plan
+        self._writer: Any = None
+        # Before the training, of which the first step's number is not known yet.
         try:
-            writer: Any = SummaryWriter(folder, flush_secs=FLUSH_S)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
         except OSError as error:
             raise InputError(
                 f"cannot write scalars into {folder}: {error.strerror}; name another folder"
             ) from None
-        self._writer = writer
-        atexit.register(writer.close)
+        atexit.register(self.close)
 
     def write(self, number: int, step_s: float, loss: float | None = None) -> None:
         """The scalars of step ``number`` (the first is 0)."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer: Any = SummaryWriter
+            self._writer = writer(self._folder, purge_step=number, flush_secs=FLUSH_S)
         found = {"step_s": step_s, "predicted_step_s": self._plan.prediction.step_s}
         if step_s:
             found["samples_per_s"] = self._plan.goal.batch / step_s
@@ -68,7 +76,8 @@ class ScalarWriter:
 
     def close(self) -> None:
         """Has all of it on disk."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def given_writer(plan: Plan, rank: int) -> ScalarWriter | None:

@@ -203,7 +203,7 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport | No
             scalars.stepped(number, step)
 
     if shown is not None:
-        shown.begin(numbers.stop)
+        shown.begin(numbers.start, numbers.stop)
     measured = run_range(
         chosen, plan, numbers, optimizer=optimizer, draw=draw, scaler=scaler, kept=kept,
         launched=launched,

@@ -97,7 +97,7 @@ class TrainingProgress:
         self._line = _Line(sys.stderr if screen is None else screen)
         rewritten = REWRITTEN_S if self._line.rewritten else LINE_S
         self._every_s = rewritten if every_s is None else every_s
-        self._total, self._made = total, 0
+        self._total, self._done = total, 0
         self._come = 0
         """Steps that the device has made."""
         self._shows = run.world.rank == 0
@@ -124,25 +124,26 @@ class TrainingProgress:
         self._total = self._total if total is None else total
         self._every_s = self._every_s if every_s is None else every_s
 
-    @property
-    def _done(self) -> int:
-        """Steps of the training: those before its checkpoint count."""
-        return self._run.resumed_from + self._made
-
-    def begin(self, total: int | None, made: int = 0) -> None:
-        """So many steps there will be, and so many were made without being told."""
-        self._total, self._made = total, made
+    def begin(self, done: int, total: int) -> None:
+        """So many of ``total`` steps were made before."""
+        self._done, self._total = done, total
 
     def launched(self, step: LaunchedStep) -> None:
         """A step of ``run_range``."""
         # Of the whole batch's mean it has this rank's part.
         if step.share:
             self._loss.given = step.loss, 1 / step.share
-        self.stepped(step.moments)
+        self._done += 1
+        self._stepped(step.moments)
 
-    def stepped(self, step: StepMoments) -> None:
+    def noticed(self, step: StepMoments) -> None:
+        """The clock of a loop of the user's own tells of a step."""
+        # It counts the first too, of which it does not tell, and those before a checkpoint.
+        self._done = self._run.steps_done
+        self._stepped(step)
+
+    def _stepped(self, step: StepMoments) -> None:
         """A step was launched."""
-        self._made += 1
         self._pending.append(step)
         if len(self._pending) > MOST_STEPS:
             self._take_what_has_come()
@@ -427,10 +428,7 @@ def progress(
         run.progress.told(total, every_s)
         return run.progress
     made = TrainingProgress(run, device_of(model), total=total, every_s=every_s)
-    clock = clock_of(run, model, optimizer)
-    # It tells what steps take from the second on.
-    made.begin(total, 0 if clock.begun else 1)
-    clock.listeners.append(made.stepped)
+    clock_of(run, model, optimizer).listeners.append(made.noticed)
     run.progress = made
     return made
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ..schema.layout import Layout
 from ..schema.options import Option
+from ..schema.profile import ModelProfile
 from .compute import backward_s, forward_s
 from .cost import CostModel
 
@@ -34,11 +35,18 @@ def gpu_seconds(model: CostModel, decisions: Sequence[Option], step_s: float) ->
     return max(step_s * model.world_size - idle, 0.0)
 
 
+def profile_of_one(model: CostModel) -> ModelProfile:
+    """The profile on the device that is meant by one device: the cluster's, or where these are
+    unequal the one that was profiled."""
+    return model.kinds[0].profile if len(model.kinds) == 1 else model.profile
+
+
 def single_device_s(model: CostModel, k: int) -> float:
     """Seconds that one device would take for unit ``k`` and the whole batch at once."""
-    unit, batch = model.profile.units[k], model.goal.batch
+    profile, batch = profile_of_one(model), model.goal.batch
+    unit = profile.units[k]
     trained = sum(p.bytes for p in model.owned[k] if p.trainable)
-    update = trained * model.profile.update_seconds_per_byte(model.goal.optimizer)
+    update = trained * profile.update_seconds_per_byte(model.goal.optimizer)
     return forward_s(unit, "none", 1, batch) + backward_s(unit, "none", 1, batch) + update
 
 

@@ -47,6 +47,28 @@ def device_kinds(
     )
 
 
+def slowest_node(profile: ModelProfile, cluster: Cluster) -> int:
+    """The number of the node whose devices take longest for the same samples; of equal ones the
+    first."""
+    kinds = device_kinds(profile, cluster, range(cluster.world_size))
+    batch = profile.batches[-1]
+
+    def taken_s(kind: DeviceKind) -> float:
+        units = kind.profile.units
+        return sum(unit.whole.forward(batch) + unit.whole.backward(batch) for unit in units)
+
+    # Of kinds that are alike the first: they are in the order of their first positions.
+    return cluster.node_of_rank[max(kinds, key=taken_s).positions[0]]
+
+
+def of_node(profile: ModelProfile, node: str) -> ModelProfile:
+    """The profile as it is on the node of that name, for clusters whose nodes are all like it."""
+    measured = {name: times for times in profile.node_times for name in times.nodes}
+    if node in measured:
+        return with_times(profile, measured[node])
+    return msgspec.structs.replace(profile, node_times=()) if profile.node_times else profile
+
+
 def _profile_of(profile: ModelProfile, times: int | None, speed: float) -> ModelProfile:
     if times is not None:
         return with_times(profile, profile.node_times[times])

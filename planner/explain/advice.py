@@ -22,7 +22,7 @@ from ..schema.precision import is_scaled
 from ..schema.record import Count, Positive, Record, Seconds
 from ..solve.answer import over_bytes
 from ..solve.evaluate import evaluation
-from ..solve.heuristic.resize import resized, resized_problem
+from ..solve.heuristic.resize import resized_problem, resized_with
 from ..solve.local_steps import cannot
 from ..solve.problem import Problem
 from ..solve.solver import solve
@@ -100,7 +100,8 @@ def advise(problem: Problem, solver: str = "auto", time_limit_s: float | None = 
     step = evaluation(plain, plain.baseline).prediction
     ways = [_by_itself("data parallel (DDP)", plain, step.step_s)]
     if plain.world_size > 1:
-        one = CostModel(exact.profile, resized(exact.cluster, 1), _unpinned(goal))
+        there = resized_with(exact.profile, exact.cluster, 1)
+        one = CostModel(*there, _unpinned(goal))
         # It has no executor, which predictions of plans count.
         ways.append(_by_itself("one device", one, single_device_batch_s(one)))
     asked = [*_fewer(exact), *_planned(exact)]

@@ -12,7 +12,7 @@ from .why import check_belongs
 
 
 class RankTimeline(Record, frozen=True, kw_only=True):
-    """The timeline of ``ranks`` that hold the same, and the limit of each of them."""
+    """The timeline of ``ranks`` that hold the same and have the same ``limit_bytes``."""
 
     ranks: tuple[Index, ...]
     limit_bytes: Bytes
@@ -40,11 +40,12 @@ def memory_timeline(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Memo
     names = [unit.name for unit in profile.units]
     found = [
         RankTimeline(
-            ranks=tuple(sorted(plan.placement[p] for p in each.positions)),
-            limit_bytes=min(limits[p] for p in each.positions),
+            ranks=tuple(sorted(plan.placement[p] for p in each.positions if limits[p] == limit)),
+            limit_bytes=limit,
             moments=tuple(moment_of(point, names) for point in each.points),
         )
         for each in rank_memory(model, decisions_of(plan))
+        for limit in dict.fromkeys(limits[p] for p in each.positions)
     ]
     found.sort(key=lambda one: (-one.peak.total, one.ranks))
     return MemoryTimeline(

@@ -22,7 +22,7 @@ from ..schema.record import Count, Record, Seconds
 from ..solve.answer import over_bytes
 from ..solve.evaluate import evaluation
 from ..solve.heuristic.checkpointing import limited_by_memory
-from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
+from ..solve.heuristic.resize import NoLinksError, how_resized, resized_problem, resized_with
 from ..solve.heuristic.schedules import WORTHWHILE
 from ..solve.problem import Problem, Relaxation, Result
 from ..solve.solver import expand_pins, solve, solvers
@@ -310,7 +310,7 @@ def quicker_on_fewer(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Few
     for devices in {1, len(cluster.nodes[0].devices)}:
         if devices >= plan.world_size:
             continue
-        model = CostModel(profile, resized(cluster, devices), goal)
+        model = CostModel(*resized_with(profile, cluster, devices), goal)
         if devices == 1:  # it has no executor, which predictions of plans count
             taken_s = single_device_batch_s(model)
         else:

@@ -18,6 +18,7 @@ from ..cost.budget import (
     gpu_seconds,
     gpu_seconds_limit,
     lost_energy,
+    profile_of_one,
     single_device_batch_s,
     unit_amplification,
     unit_s,
@@ -504,4 +505,4 @@ def device_time(done: Evaluation) -> DeviceTime:
 def update_once_s(model: CostModel) -> float:
     """Seconds in which one device updates all parameters that are trained."""
     trained = sum(p.bytes for owned in model.owned for p in owned if p.trainable)
-    return trained * model.profile.update_seconds_per_byte(model.goal.optimizer)
+    return trained * profile_of_one(model).update_seconds_per_byte(model.goal.optimizer)

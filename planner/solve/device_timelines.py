@@ -14,10 +14,10 @@ from ..cost.ownership import PositionClass, position_classes
 from ..schema.options import Decisions, Option
 from ..schema.plan import ScheduleName
 from ..schema.profile import ModelProfile
-from ..simulate.events import Span
+from ..simulate.events import Simulation, Span
 from ..simulate.rank_classes import simulate_decisions
 from ..simulate.schedule import COMPUTE, step_of
-from .evaluate import rank_memory
+from .evaluate import rank_memory, seen_by
 
 # Steps that are simulated under priority; the last but one is told, so that what it sends late is
 # seen to arrive.
@@ -67,9 +67,17 @@ def timelines(
 ) -> StepTimelines:
     """The step of those decisions in the steady state, on ranks that compute ``slowest`` times as
     long as measured."""
-    step = step_of(model, decisions, model.chain(decisions), schedule)
     steps = 1 if schedule == "barrier" else STEADY
-    found = simulate_decisions(model, decisions, step, steps, slowest=slowest)
+
+    def simulated(each: CostModel) -> Simulation:
+        step = step_of(each, decisions, each.chain(decisions), schedule)
+        return simulate_decisions(each, decisions, step, steps, slowest=slowest)
+
+    # Where devices are unequal the step is that of the slowest, as it is predicted.
+    found, slow = max(
+        ((simulated(each), each) for each in seen_by(model, decisions)),
+        key=lambda one: one[0].step_s,
+    )
     until_s = found.step_s  # the barrier's one step begins at zero
     # By priority a step's messages arrive while the next one computes. The last step has no next
     # one, so the step before it is taken, which ends where the last one begins.
@@ -77,11 +85,16 @@ def timelines(
         until_s = max((s.end_s for s in found.spans if s.phase != "exchange"), default=0.0)
         until_s -= found.step_s
     spans = list(_within(found.spans, until_s - found.step_s, until_s))
-    # Devices that take the same part in every unit see the same step and are told once.
-    classes = position_classes(model.counts, [o.layout for o in decisions])
+    # Devices of one kind that take the same part in every unit see the same step and are told once.
+    classes = [
+        each._replace(positions=alike)
+        for each in position_classes(model.counts, [o.layout for o in decisions])
+        for device in model.kinds
+        if (alike := tuple(sorted(set(each.positions) & set(device.positions))))
+    ]
     return StepTimelines(
         found.step_s,
-        tuple(_timeline(model, decisions, each, spans) for each in classes),
+        tuple(_timeline(model, slow, decisions, each, spans) for each in classes),
         tuple(unit.name for unit in model.profile.units),
         max(each.peak_bytes for each in rank_memory(model, decisions)),
     )
@@ -96,8 +109,13 @@ def _within(spans: Iterable[Span], start_s: float, end_s: float) -> Iterable[Spa
 
 
 def _timeline(
-    model: CostModel, decisions: Decisions, kind: PositionClass, spans: Sequence[Span]
+    model: CostModel,
+    slow: CostModel,
+    decisions: Decisions,
+    kind: PositionClass,
+    spans: Sequence[Span],
 ) -> DeviceTimeline:
+    """The part that devices of that kind have of ``spans``, which are as ``slow`` sees them."""
     computing, communicating = [], []
     for span in spans:
         if span.resource != COMPUTE:
@@ -106,7 +124,7 @@ def _timeline(
                     Busy(span.start_s, span.end_s, span.unit, span.phase, span.resource)
                 )
             continue
-        part = _part(model, span.unit, decisions[span.unit], kind, span.phase)
+        part = _part(model, slow, span.unit, decisions[span.unit], kind, span.phase)
         if part > 0:
             end_s = span.start_s + part * (span.end_s - span.start_s)
             computing.append(Busy(span.start_s, end_s, span.unit, span.phase))
@@ -134,15 +152,18 @@ def _communicates(model: CostModel, decisions: Decisions, kind: PositionClass, s
     return any(kind.samples[decisions[k].layout] is not None for k in sources)
 
 
-def _part(model: CostModel, k: int, option: Option, kind: PositionClass, phase: str) -> float:
-    """The share of the busiest device's seconds that one of that kind computes."""
+def _part(
+    model: CostModel, slow: CostModel, k: int, option: Option, kind: PositionClass, phase: str
+) -> float:
+    """The share of the busiest device's seconds, as ``slow`` sees it, that one of that kind
+    computes."""
     samples = kind.samples[option.layout]
     if samples is None:
         return 0.0
     if phase == "update":
         return 1.0
     seconds = forward_s if phase == "forward" else backward_s
-    most = zip(model.kinds, model.samples_by_kind(option.layout), strict=True)
+    most = zip(slow.kinds, slow.samples_by_kind(option.layout), strict=True)
     device = next(one for one in model.kinds if kind.positions[0] in one.positions)
 
     def took(profile: ModelProfile, count: int) -> float:

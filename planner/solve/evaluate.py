@@ -117,7 +117,7 @@ def evaluation(
     # What is waited for is the slowest rank.
     factor = slowest_of(model.world_size, model.profile.spread)
     chain, step, result = max(
-        (_simulated(each, decisions, schedule, factor) for each in _seen_by(model, decisions)),
+        (_simulated(each, decisions, schedule, factor) for each in seen_by(model, decisions)),
         key=lambda found: found[-1].step_s,
     )
     memory = rank_memory(model, decisions)
@@ -125,7 +125,7 @@ def evaluation(
     return Evaluation(model, decisions, chain, step, result, memory, prediction)
 
 
-def _seen_by(model: CostModel, decisions: Decisions) -> Sequence[CostModel]:
+def seen_by(model: CostModel, decisions: Decisions) -> Sequence[CostModel]:
     """The costs as those ranks see them of which each may be the slowest in a step."""
     if len(model.kinds) == 1:
         return (model,)

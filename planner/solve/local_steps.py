@@ -13,6 +13,7 @@ import msgspec
 
 from ..cost.collectives import Fabric
 from ..cost.cost import CostModel
+from ..cost.device_kinds import slowest_node
 from ..cost.fragments import FRAGMENTS, FragmentCost, first_units, fragment_bytes, fragment_cost
 from ..schema.capability import Capability
 from ..schema.cluster import Cluster
@@ -88,16 +89,19 @@ def _told(result: Result, words: str) -> Result:
 # -- the part of a host ----------------------------------------------------------------------------
 
 
-def host_cluster(cluster: Cluster) -> Cluster:
-    """One host of a cluster by itself."""
-    return resized(cluster, len(cluster.nodes[0].devices))
+def host_cluster(profile: ModelProfile, cluster: Cluster) -> Cluster:
+    """One host of a cluster by itself: of unequal ones the slowest, as all have equal shares of the
+    batch and wait for it where they average."""
+    node = cluster.nodes[slowest_node(profile, cluster)]
+    # Under its own name, by which the profile has its times.
+    return msgspec.structs.replace(resized(cluster, len(node.devices)), nodes=(node,))
 
 
 def _of_host(problem: Problem) -> Problem:
     """What the ranks of one host are to train by: gradients stay inside it, whole and exact."""
     return replace(
         problem,
-        cluster=host_cluster(problem.cluster),
+        cluster=host_cluster(problem.profile, problem.cluster),
         goal=_host_goal(problem.profile, problem.cluster, problem.goal),
         capability=host_capability(problem.capability),
         placement=None,
@@ -312,7 +316,7 @@ def plan_of_host(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[P
     memory is what hosts' agreed copies and messages leave (``kept_bytes``)."""
     if plan.local_steps is None:
         return plan, cluster
-    inner, host = plan.inside_host, host_cluster(cluster)
+    inner, host = plan.inside_host, host_cluster(profile, cluster)
     goal = _host_goal(profile, cluster, plan.goal)
     made = make_plan(
         profile, host, goal, decisions_of(inner), plan.micro_batches, inner.placement,

@@ -41,7 +41,7 @@ def goes_on(rank: int, name: str, world: int, folder: str, **options: Any) -> li
     first.ckpt.close()
     second = Trained(rank, chosen, f"{folder}/first", seed=2, every=3, **options)
     assert second.ckpt.resume() == 3
-    assert run_of(second.model).resumed_from == 3  # what is shown of its progress counts from there
+    assert run_of(second.model).steps_done == 3  # what is shown of its progress counts from there
     second.train(3)
     assert second.losses == straight.losses[3:]
     return unequal(second.digest(), straight.digest())

@@ -406,6 +406,27 @@ def refuses_what_a_trainer_cannot(rank: int, folder: str) -> None:
         adapt(trainer)
 
 
+def says_what_a_trainer_feeds(rank: int, folder: str) -> None:
+    """All ranks alike, whatever shares the plan has."""
+    begin(rank)
+    import with_trainer as example
+
+    model, shown = example.network(), torch.zeros(2, example.LENGTH, dtype=torch.long)
+    plan = made_plan(model, Batch((), None, {"input_ids": shown, "labels": shown}), "data parallel")
+    batch = plan.goal.batch
+    given(msgspec.structs.replace(plan, local_batch_sizes=(batch - 1, 1)), folder, rank)
+    args = example.settings(f"{folder}/out", save_strategy="no", max_steps=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        example.planned_trainer(args).train()
+    said = [str(one.message) for one in told if "unequal" in str(one.message)]
+    expected = (
+        "the Trainer feeds all ranks alike, and the plan, made for ranks of unequal speed, has "
+        f"{batch - 1}, 1 samples"
+    )
+    assert [text.startswith(expected) for text in said] == ([] if rank else [True])
+
+
 def refuses_what_fabric_cannot(rank: int, folder: str) -> None:
     """A strategy that was not adapted; and a rank's own rest of a gradient is in no checkpoint."""
     begin(rank)
@@ -427,7 +448,9 @@ def refuses_what_fabric_cannot(rank: int, folder: str) -> None:
 
 
 @frameworks.needs("accelerate")
-@pytest.mark.parametrize("check", [refuses_to_be_wrapped, refuses_what_a_trainer_cannot])
+@pytest.mark.parametrize(
+    "check", [refuses_to_be_wrapped, refuses_what_a_trainer_cannot, says_what_a_trainer_feeds]
+)
 def test_what_cannot_be_is_said(two, tmp_path, check):
     two(check, str(tmp_path), limit_s=100)
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from meshwright.executor.comm.setups import software
 from meshwright.executor.launch.background import Background
-from meshwright.executor.launch.hosts.over_ssh import HostWork
-from meshwright.executor.launch.hosts.protocol import HostOrder, HostRecording, Meeting
+from meshwright.executor.launch.hosts.over_ssh import order_for
+from meshwright.executor.launch.hosts.protocol import HostOrder, HostRecording, HostWork, Meeting
 from meshwright.executor.launch.hosts.settings import Hosts
 from meshwright.executor.launch.timeline import STEPS
 from meshwright.planner.schema.record import decode
@@ -31,7 +31,7 @@ PROGRAM = (
 
 def order(folder: Path, **more) -> HostOrder:
     work = HostWork(plan=plan_for_hosts(2), script=(), steps=3, per_host=(1, 1), **more)
-    return work.order(0, Hosts(("a", "b"), folder=str(folder)))
+    return order_for(work, 0, Hosts(("a", "b"), folder=str(folder)))
 
 
 def begin(silence_s: float = 60.0) -> subprocess.Popen[str]:
@@ -74,7 +74,7 @@ def test_each_host_tells_what_its_ranks_have_recorded(tmp_path):
     hosts = [begin(), begin()]
     try:
         for number, host in enumerate(hosts):
-            tell(host, VERSION, work.order(number, Hosts(("a", "b"), folder=str(tmp_path))))
+            tell(host, VERSION, order_for(work, number, Hosts(("a", "b"), folder=str(tmp_path))))
             told(host, "ready")
         say(hosts[0], "meet", Meeting(address="127.0.0.1", port=0))
         place = decode(Meeting, told(hosts[0], "met"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -11,8 +12,13 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.apply import apply
+from meshwright.executor.checkpoint.checkpoint import checkpoint
 from meshwright.executor.launch.report import REPORT_VARIABLE, record_run
-from meshwright.executor.launch.scalars import TENSORBOARD_VARIABLE, given_scalars
+from meshwright.executor.launch.scalars import (
+    TENSORBOARD_VARIABLE,
+    ScalarWriter,
+    given_scalars,
+)
 from meshwright.executor.launch.train import run_range, take_step
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
@@ -83,16 +89,53 @@ def tells_of_a_script(rank: int, folder: str) -> None:
         take_step(workload, plan, workload.make_batch(4), optimizer).spent()
     if rank:
         return
-    # They are on disk a few seconds later, or when the process ends.
-    import gc
-
-    from meshwright.executor.launch.scalars import ScalarWriter
-
-    for writer in (o for o in gc.get_objects() if type(o) is ScalarWriter):
-        writer.close()
+    close_writers()
     told = scalars_in(folder)
     assert list(told["step_s"]) == list(range(1, STEPS - 1))
     assert "loss" not in told
+
+
+def goes_on_behind_a_checkpoint(rank: int, folder: str) -> None:
+    """A script that wrote up to step 9 and goes on from the checkpoint of step 7."""
+    workload, plan = prepared(folder)
+    if rank == 0:
+        before = ScalarWriter(folder, plan)
+        for number in range(10):
+            before.write(number, 0.5)
+        before.close()
+    kept = str(Path(folder).parent / "kept")
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        workload = models.build("mlp")
+        optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1)
+        apply(workload.model, optimizer, plan)
+        ckpt = checkpoint(kept, workload.model, optimizer)
+        if not resumes:
+            ckpt.save(7)
+            ckpt.close()
+    os.environ[REPORT_VARIABLE] = folder
+    record_run(workload.model, optimizer)
+    del os.environ[REPORT_VARIABLE], os.environ[TENSORBOARD_VARIABLE]
+    assert ckpt.resume() == 7
+    for _ in range(STEPS):
+        take_step(workload, plan, workload.make_batch(4), optimizer).spent()
+    if rank:
+        return
+    close_writers()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(folder)
+    found.Reload()
+    shown = [(event.step, event.value) for event in found.Scalars("training/step_s")]
+    # The first step behind it has no beginning that is known.
+    assert [step for step, _ in shown] == [*range(8), *range(8, 7 + STEPS - 1)]
+    assert [value == 0.5 for _, value in shown] == 8 * [True] + (STEPS - 2) * [False]
+
+
+def close_writers() -> None:
+    """They are on disk a few seconds later, or when the process ends."""
+    for writer in (o for o in gc.get_objects() if type(o) is ScalarWriter):
+        writer.close()
 
 
 def says_what_cannot_be(rank: int, folder: str) -> None:
@@ -109,6 +152,9 @@ def says_what_cannot_be(rank: int, folder: str) -> None:
 
 
 @frameworks.needs("tensorboard")
-@pytest.mark.parametrize("check", [tells_of_a_training, tells_of_a_script, says_what_cannot_be])
+@pytest.mark.parametrize(
+    "check",
+    [tells_of_a_training, tells_of_a_script, goes_on_behind_a_checkpoint, says_what_cannot_be],
+)
 def test_scalars(ranks, tmp_path, check):
     ranks(2)(check, str(tmp_path / "scalars"))

@@ -49,8 +49,7 @@ def trains(
         shown = TrainingProgress(
             run, torch.device("cpu"), total=steps, every_s=every_s, screen=screen, say=said.append
         )
-        shown.begin(steps, 1)
-        clock_of(run, model, optimizer).listeners.append(shown.stepped)
+        clock_of(run, model, optimizer).listeners.append(shown.noticed)
         for _ in range(steps):
             if slow_rank is None:
                 time.sleep(0.01)
@@ -137,7 +136,7 @@ def own_loop_on(rank: int) -> bool:
     with pytest.raises(meshwright.InputError, match="give more than 0"):
         progress(model, every_s=0)
     shown = meshwright.progress(model, total=9, every_s=60)
-    run_of(model).resumed_from = 6
+    run_of(model).steps_done = 6
     for _ in range(3):
         loss = model(torch.ones(2, 4)).mean()
         loss.backward()

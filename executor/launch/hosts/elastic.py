@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from ....planner.schema.errors import InfeasibleError, InputError, MeshwrightError, RunError
 from ....planner.schema.plan import Plan
@@ -16,12 +17,12 @@ from ....planner.schema.recorded import RecordedSteps
 from ....planner.schema.report import RunReport
 from ..restarts import RestartCount, Restarts
 from .over_ssh import (
-    HostWork,
     StoppedAtCheckpoint,
     StoppedBySignal,
     launch_over_ssh,
     signals_raised,
 )
+from .protocol import HostWork
 from .reach import AwayHosts, unreached
 from .replan import Replanner, what_changed
 from .settings import Hosts
@@ -37,7 +38,7 @@ def launch_elastic(
     restarts: Restarts,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
-    recorded: Callable[[list[RecordedSteps]], None] | None = None,
+    recorded: Callable[[Plan, list[RecordedSteps]], None] | None = None,
 ) -> RunReport | None:
     """``launch_over_ssh``, again where a rank or a host was lost, from the latest checkpoint.
 
@@ -99,7 +100,7 @@ class _ElasticRun:
                 self._handle(error, numbers)
             finally:
                 away.end()
-            self._work = replace(self._work, resume=True, restarted=True)
+            self._work = msgspec.structs.replace(self._work, resume=True, restarted=True)
             numbers = self._answering()
 
     def _handle(self, error: MeshwrightError, numbers: tuple[int, ...]) -> None:
@@ -177,7 +178,9 @@ class _ElasticRun:
         """The work for those hosts, under a plan for them."""
         plan = self._plan_for(numbers)
         counts = tuple(self._work.per_host[number] for number in numbers)
-        work = replace(self._work, plan=plan, per_host=counts, timeout_s=self._count.left_s)
+        work = msgspec.structs.replace(
+            self._work, plan=plan, per_host=counts, timeout_s=self._count.left_s
+        )
         return work, self._hosts.only(numbers)
 
     def _plan_for(self, numbers: tuple[int, ...]) -> Plan:

@@ -10,17 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from ....planner.schema.errors import MeshwrightError
 from ....planner.schema.plan import Plan
-from ....planner.schema.record import decode, encode
+from ....planner.schema.record import decode
 from ....planner.schema.recorded import RecordedSteps
 from ....planner.schema.report import RunReport
 from ....planner.schema.text import size
 from ...comm.setups import check_versions, other_devices, software
-from ..background import Background
 from ..processes import check_plan
 from .protocol import (
     HEARTBEAT_S,
@@ -28,6 +26,7 @@ from .protocol import (
     HostOrder,
     HostReady,
     HostRecording,
+    HostWork,
     Meeting,
     SavedStep,
     error_of,
@@ -42,44 +41,14 @@ _TO_TELL_S = 3.0
 _TO_END_S = GRACE_S + 10.0
 
 
-@dataclass(frozen=True)
-class HostWork:
-    """What the hosts run: ``launch``'s arguments, with ``per_host`` ranks on each."""
-
-    plan: Plan
-    script: tuple[str, ...]
-    steps: int
-    per_host: tuple[int, ...]
-    timeout_s: float | None = None
-    quiet: bool = False
-    background: Background | None = None
-    checkpoint: str | None = None
-    checkpoint_every: int = 50
-    resume: bool = True
-    restarted: bool = False
-    progress: bool = True
-    trace: bool = False
-
-    def order(self, number: int, hosts: Hosts) -> HostOrder:
-        """Host ``number``'s part of it."""
-        return HostOrder(
-            plan=encode(self.plan).decode(),
-            script=self.script,
-            steps=self.steps,
-            per_host=self.per_host,
-            node_rank=number,
-            folder=hosts.where,
-            environment=hosts.told,
-            timeout_s=self.timeout_s,
-            quiet=self.quiet,
-            background=self.background,
-            checkpoint=self.checkpoint,
-            checkpoint_every=self.checkpoint_every,
-            resume=self.resume,
-            restarted=self.restarted,
-            progress=self.progress,
-            trace=self.trace,
-        )
+def order_for(work: HostWork, number: int, hosts: Hosts) -> HostOrder:
+    """Host ``number``'s part of the work."""
+    return HostOrder(
+        **{name: getattr(work, name) for name in work.__struct_fields__},
+        node_rank=number,
+        folder=hosts.where,
+        environment=hosts.told,
+    )
 
 
 def launch_over_ssh(
@@ -87,11 +56,12 @@ def launch_over_ssh(
     hosts: Hosts,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
-    recorded: Callable[[list[RecordedSteps]], None] | None = None,
+    recorded: Callable[[Plan, list[RecordedSteps]], None] | None = None,
     stops: Callable[[int | None], bool] = lambda step: False,
 ) -> RunReport | None:
     """Runs ``work`` on ``hosts`` and returns the report of rank 0, which ``at_end`` gets as soon as
-    it is there; ``say`` gets remarks, ``recorded`` what all ranks have recorded of their steps.
+    it is there; ``say`` gets remarks, ``recorded`` the plan and what all ranks have recorded of
+    its steps.
     ``stops`` is asked every few seconds, and with the step of each checkpoint that is found,
     whether to end the run: by ``StoppedAtCheckpoint``.
 
@@ -116,7 +86,7 @@ def launch_over_ssh(
         finally:
             run.end()
             if recorded is not None:
-                recorded(run.recorded)
+                recorded(work.plan, run.recorded)
 
 
 class StoppedAtCheckpoint(BaseException):
@@ -219,14 +189,16 @@ class _SshRun:
             self._running.add(number)
             connection.send(token.encode())
             connection.send(dict(software())["meshwright"].encode())
-            connection.tell("order", self._work.order(number, self._hosts))
+            connection.tell("order", order_for(self._work, number, self._hosts))
 
     def _compare(self) -> None:
         """Raises ``InputError`` for hosts that cannot work together; says what else differs."""
         ready = [self._ready[number] for number in sorted(self._ready)]
         setups = [answer.setup for answer in ready]
         check_versions(setups)
-        self._say(other_devices(setups) or "")
+        # Where a plan shares the batch out by the devices' speed, it knows of them.
+        if not self._work.plan.local_batch_sizes:
+            self._say(other_devices(setups) or "")
         notes: dict[str, list[str]] = {}
         for label, answer in zip(self._labels, ready, strict=True):
             for note in answer.notes:

@@ -15,6 +15,7 @@ from ....planner.schema.errors import (
     MeshwrightError,
     RunError,
 )
+from ....planner.schema.plan import Plan
 from ....planner.schema.record import Bytes, Count, Index, Record
 from ....planner.schema.recorded import RecordedSteps
 from ...comm.setups import HostSetup
@@ -23,17 +24,13 @@ from ..background import Background
 HEARTBEAT_S = 10.0
 
 
-class HostOrder(Record, frozen=True, kw_only=True):
-    """What one host is to run: ``launch``'s arguments, the folder and the environment. ``plan`` is
-    the text of its file, ``per_host`` the number of ranks of each host."""
+class HostWork(Record, frozen=True, kw_only=True):
+    """What the hosts run: ``launch``'s arguments, with ``per_host`` ranks on each."""
 
-    plan: str
+    plan: Plan
     script: tuple[str, ...]
     steps: Count
     per_host: tuple[Count, ...]
-    node_rank: Index
-    folder: str
-    environment: dict[str, str]
     timeout_s: float | None = None
     quiet: bool = False
     background: Background | None = None
@@ -43,6 +40,14 @@ class HostOrder(Record, frozen=True, kw_only=True):
     restarted: bool = False
     progress: bool = True
     trace: bool = False
+
+
+class HostOrder(HostWork, frozen=True, kw_only=True):
+    """One host's part of it: which of them it is, its working folder and the environment."""
+
+    node_rank: Index
+    folder: str
+    environment: dict[str, str]
 
 
 class HostReady(Record, frozen=True, kw_only=True):

@@ -3,12 +3,15 @@ from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from ....planner.schema import cache
 from ....planner.schema.cluster import Cluster
 from ....planner.schema.errors import InfeasibleError, InputError
+from ....planner.schema.goal import Goal
 from ....planner.schema.pins import EARLY_RELEASE
 from ....planner.schema.plan import Plan, UnitPlan
 from ....planner.schema.profile import ModelProfile
@@ -64,10 +67,16 @@ class Replanner:
         # parameters are updated in backward, so a run that had none is not given it.
         early = any(unit.early_release for unit in self.plan.units)
         problem = problem_for(
-            self.profile, there, self.plan.goal, CAPABILITY, bursts=self.plan.leaves_idle,
+            self.profile, there, _goal_of_fewer(self.plan.goal), CAPABILITY,
+            bursts=self.plan.leaves_idle,
             forbidden=() if early else (EARLY_RELEASE,), schedule=self.plan.schedule,
         )  # fmt: skip
-        found = solve(expand_pins(problem), "auto", SEARCH_S)
+        try:
+            problem = expand_pins(problem)
+        except InputError:  # a style that no unit can have on so few
+            free = msgspec.structs.replace(problem.goal, pins=())
+            problem = replace(problem, goal=free)
+        found = solve(problem, "auto", SEARCH_S)
         if found.plan is None:
             why = found.infeasible.sentence if found.infeasible else found.reason
             raise InfeasibleError(why)
@@ -77,7 +86,15 @@ class Replanner:
         return found.plan
 
 
-def _listed(counts: Sequence[int]) -> str:
+def _goal_of_fewer(goal: Goal) -> Goal:
+    """The goal without the layouts of its pins, which are of as many ranks as there were; the
+    styles that they ask for stay."""
+    pins = (msgspec.structs.replace(pin, only=(), never=()) for pin in goal.pins)
+    kept = tuple(pin for pin in pins if pin.styles or pin.never_styles)
+    return msgspec.structs.replace(goal, pins=kept)
+
+
+def _listed(counts: Iterable[int]) -> str:
     return ", ".join(map(str, counts))
 
 
@@ -93,7 +110,13 @@ def what_changed(before: Plan, after: Plan) -> str:
     ]
     more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
     units = f"{', '.join(changed[:_NAMED])}{more}" if changed else "all units decided as before"
-    return f"for {_ranks(after)}, predicted {step} (before {was}); {units}"
+    shares = ""
+    if after.local_batch_sizes:
+        sizes = (after.local_batch_size(rank) for rank in range(after.world_size))
+        shares = f"; ranks get {_listed(sizes)} of the {after.goal.batch} samples"
+    elif before.local_batch_sizes:
+        shares = "; ranks get even shares of the batch"
+    return f"for {_ranks(after)}, predicted {step} (before {was}); {units}{shares}"
 
 
 def _ranks(plan: Plan) -> str:

@@ -16,7 +16,6 @@ import torch
 
 from ....planner.schema.errors import InputError, MeshwrightError
 from ....planner.schema.plan import Plan
-from ....planner.schema.record import decode
 from ....planner.schema.recorded import RecordedSteps
 from ....planner.schema.report import RunReport
 from ...checkpoint.folder import steps_in
@@ -62,7 +61,7 @@ def _run_order(line: LauncherLine) -> None:
             f"the working folder {order.folder} cannot be entered ({error.strerror}): make it, or "
             "name another with --folder"
         ) from None
-    plan = decode(Plan, order.plan.encode(), "the plan")
+    plan = order.plan
     check_plan(plan, sum(order.per_host))
     check_script(order.script)
     line.tell("ready", _ready(plan, order))
@@ -86,7 +85,7 @@ def _run_order(line: LauncherLine) -> None:
         if report is not None:
             line.tell("report", report)
 
-    def recorded(found: list[RecordedSteps]) -> None:
+    def recorded(_: Plan, found: list[RecordedSteps]) -> None:
         line.tell("recorded", HostRecording(ranks=tuple(found)))
 
     keeping = keeping_for(
@@ -125,7 +124,7 @@ def _ready(plan: Plan, order: HostOrder) -> HostReady:
         setup=setup_here(torch.device("cuda" if on_gpus else "cpu")),
         address=reached[2] if len(reached) == 4 else "",
         free_bytes=free,
-        notes=tuple(differences(plan, here)),
+        notes=tuple(differences(plan, here, sum(order.per_host[: order.node_rank]))),
     )
 
 

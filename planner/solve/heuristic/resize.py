@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import msgspec
 
+from ...cost.device_kinds import of_node
 from ...schema.cluster import Cluster, Node, check_ranks
 from ...schema.errors import InputError
+from ...schema.profile import ModelProfile
 from ..problem import Problem
 
 
@@ -16,7 +18,17 @@ class NoLinksError(InputError):
 
 def resized_problem(problem: Problem, ranks: int) -> Problem:
     """The problem on a cluster of ``ranks`` ranks, its placement left open."""
-    return replace(problem, cluster=resized(problem.cluster, ranks), placement=None)
+    profile, cluster = resized_with(problem.profile, problem.cluster, ranks)
+    return replace(problem, profile=profile, cluster=cluster, placement=None)
+
+
+def resized_with(
+    profile: ModelProfile, cluster: Cluster, ranks: int
+) -> tuple[ModelProfile, Cluster]:
+    """The profile on a cluster of ``ranks`` ranks, and that: its nodes are like the first, and so
+    are their times, where the profile has some of that node."""
+    there = resized(cluster, ranks)
+    return (profile if there is cluster else of_node(profile, cluster.nodes[0].name)), there
 
 
 def resized(cluster: Cluster, ranks: int) -> Cluster:

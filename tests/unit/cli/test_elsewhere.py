@@ -7,11 +7,17 @@ import os
 import shlex
 import sys
 
+import msgspec
 import pytest
 from meshwright import Hosts, InputError, launch
+from meshwright.planner.schema import cache
+from meshwright.planner.schema.cluster import Device, Node
+from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.record import save
+from meshwright.planner.solve.evaluate import make_plan
+from meshwright.profiler.estimate import load_table
 
-from tests.ssh import behave, behave_as_host, plan_for_hosts, put_ssh
+from tests.ssh import behave, behave_as_host, cluster_of_hosts, plan_for_hosts, put_ssh
 
 PLAN = plan_for_hosts(8)
 
@@ -62,6 +68,10 @@ def plan_file(tmp_path):
         ("--slurm f --max-restarts 1 --checkpoint c", "with --slurm-option requeue"),
         ("--kubernetes f --image i --max-restarts 1", "none are kept: add --checkpoint FOLDER"),
         ("--max-restarts -1 --checkpoint c", "--max-restarts -1 cannot be: give at least 0"),
+        (
+            "--kubernetes f --image i --max-restarts 1 --checkpoint c --no-resume",
+            "with --no-resume pods that are started again would refuse the checkpoints",
+        ),
     ],
 )
 def test_what_is_refused(meshwright, plan_file, given, words):
@@ -125,7 +135,7 @@ def test_a_job_of_slurm_is_written_and_submitted(meshwright, plan_file, tmp_path
 
 def test_a_manifest_is_written(meshwright, plan_file, tmp_path):
     given = ("--nnodes", 4, "--kubernetes", "j.json", "--image", "i:1", "--gpus", 2)
-    kept = ("--checkpoint", "/kept", "--no-resume", "--max-restarts", 2)
+    kept = ("--checkpoint", "/kept", "--resume", "--max-restarts", 2)
     done = meshwright("launch", plan_file, *given, *kept, "--folder", "/w", "t.py")
     assert done.err == "note: pods keep checkpoints in /kept: mount a volume there that all share\n"
     assert done.out == "written to j.json; start it with: kubectl create -f j.json\n"
@@ -135,8 +145,31 @@ def test_a_manifest_is_written(meshwright, plan_file, tmp_path):
     (container,) = pod["containers"]
     # The path of this machine's Python says nothing of an image.
     assert container["command"][:4] == ["python", "-m", "meshwright", "launch"]
-    assert {"--nproc=2", "--checkpoint=/kept", "--no-resume"} <= set(container["command"])
+    assert {"--nproc=2", "--checkpoint=/kept", "--resume"} <= set(container["command"])
     assert (container["workingDir"], container["image"]) == ("/w", "i:1")
+
+
+def test_what_a_job_needs_besides_is_told(meshwright, tmp_path):
+    device = Device(name="cpu (made up)", memory_bytes=2**40)
+    there = msgspec.structs.replace(
+        cluster_of_hosts(2),
+        nodes=tuple(Node(name=f"host{i}", devices=(device,)) for i in range(2)),
+    )
+    save(make_plan(load_table("vgg16"), there, Goal(batch=32)), tmp_path / "cpus.json")
+    cache.put(there)
+    given = ("launch", "cpus.json", "--nnodes", 2, "--gpus", 1)
+    done = meshwright(*given, "--slurm", "job")
+    assert done.err.startswith(
+        "note: the plan was made for cpu (made up), and --gpus asks for GPUs"
+    )
+    done = meshwright(
+        *given, "--kubernetes", "j.json", "--image", "i", "--trace", "t.json", "--tensorboard", "s",
+        "--background", "sleep 9",
+    )  # fmt: skip
+    assert done.err.splitlines()[1:] == [
+        "note: each pod runs sleep 9 beside its ranks: the image has to have it",
+        "note: pods write t.json, s, background.log, which end with them: mount a volume there",
+    ]
 
 
 def test_a_run_on_hosts_is_reported_as_one_here(meshwright, plan_file, tmp_path, monkeypatch):

@@ -2,16 +2,25 @@
 
 import msgspec
 import pytest
+import torch
 from meshwright import api
 from meshwright.cli.launch import separate_script
 from meshwright.executor.checkpoint.folder import prepare
 from meshwright.executor.checkpoint.storage import Description
 from meshwright.executor.checkpoint.storage import save as save_checkpoint
+from meshwright.executor.comm.setups import device_name
 from meshwright.executor.launch.hosts.settings import Hosts
+from meshwright.executor.launch.launch import differences
 from meshwright.executor.launch.scalars import TENSORBOARD_VARIABLE
+from meshwright.planner.schema import cache
+from meshwright.planner.schema.cluster import Device, Node
+from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.local_steps import LocalSteps
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import load, save
+from meshwright.planner.solve.evaluate import make_plan
+
+from .conftest import cluster_of, short_vgg
 
 
 @pytest.mark.parametrize(
@@ -64,6 +73,22 @@ def test_how_many_steps_a_script_makes_is_its_own(meshwright, plan_file):
     done = meshwright("launch", "--steps", 20, plan_file, "train.py")
     assert done.code == 2
     assert "--steps 20 concerns a plan's own workload, and a script makes as many" in done.sentence
+
+
+def test_a_host_of_unequal_ones_is_held_against_its_own_devices(monkeypatch, tmp_path):
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("meshwright.executor.launch.launch.cores", lambda: 8)
+    here = Device(name=device_name(torch.device("cpu")), memory_bytes=2**40)
+    others = [Node(name=name, devices=(here,)) for name in ("other", "third")]
+    nodes = (cluster_of(1).nodes[0], *others)
+    cache.put(there := msgspec.structs.replace(cluster_of(1), nodes=nodes))
+    made = make_plan(short_vgg(), there, Goal(batch=6))
+    assert differences(made, 2, 1) == []
+    (said,) = differences(made, 1, 0)
+    assert "the plan was made for a100 and this host has cpu" in said
+    (said,) = differences(made, 3)  # all of it here
+    assert "made for a100 and cpu" in said
 
 
 def test_checkpoints_are_refused_before_anything_starts(meshwright, plan_file, tmp_path):
@@ -159,7 +184,7 @@ def test_hosts_write_scalars_in_their_own_folder(plan_file, monkeypatch, given, 
     told: list[object] = []
     monkeypatch.setattr(
         "meshwright.executor.launch.hosts.over_ssh.launch_over_ssh",
-        lambda work, hosts, *more: told.append(hosts.environment),
+        lambda work, hosts, **more: told.append(hosts.environment),
     )
     hosts = Hosts(("a", "b"), folder="/there", environment={"A": "b"})
     api.launch(load(Plan, plan_file), hosts=hosts, tensorboard=given)

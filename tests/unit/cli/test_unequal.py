@@ -49,6 +49,9 @@ def test_a_profile_of_a_node_decides_its_share(asked, meshwright, tmp_path):
     explained = meshwright("explain", "plan.json", "--no-what-if")
     assert explained.code == 0, explained.err
     assert f"{slow} on host1" in " ".join(explained.out.split())
+    page = meshwright("report", "plan.json", "--no-what-if")
+    assert page.code == 0, page.err
+    assert f"{slow} on host1" in (tmp_path / "report.html").read_text()
     even = asked()
     assert "Devices are unequal" not in even.out
     assert plan.prediction.step_s < 0.8 * plan.baseline.step_s  # which has even shares

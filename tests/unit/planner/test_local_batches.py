@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from meshwright.planner.cost.budget import single_device_batch_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.device_kinds import (
     device_kinds,
@@ -10,6 +11,7 @@ from meshwright.planner.cost.device_kinds import (
     with_profiles,
     with_relative_speeds,
 )
+from meshwright.planner.explain.memory_timeline import memory_timeline
 from meshwright.planner.schema.capability import PLAIN, Capability
 from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.errors import InputError
@@ -19,8 +21,10 @@ from meshwright.planner.schema.local_batches import local_batches
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import decode, encode
 from meshwright.planner.solve.answer import answer, choice
-from meshwright.planner.solve.evaluate import decisions_of, make_plan, rank_memory
+from meshwright.planner.solve.evaluate import decisions_of, evaluation, make_plan, rank_memory
+from meshwright.planner.solve.heuristic.resize import resized_problem
 from meshwright.planner.solve.local_batches import balanced_batches, least_in_turn, least_largest
+from meshwright.planner.solve.local_steps import host_cluster
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.quicker_shares import with_quicker_shares
 from meshwright.planner.solve.solver import solve
@@ -277,6 +281,46 @@ def test_local_steps_have_even_shares():
     wrong = {**msgspec.to_builtins(plan), "local_steps": apart}
     with pytest.raises(InputError, match="local_batch_sizes 8, 4 and local steps do not go"):
         decode(Plan, msgspec.json.encode(wrong), "plan.json")
+
+
+@pytest.mark.parametrize("slow", ["n0", "n1"])
+def test_hosts_that_train_apart_wait_for_the_slowest(slow):
+    profile = model_of(1e-3)
+    goal = Goal(batch=12, allow_local_steps=True)
+    capability = msgspec.structs.replace(WHOLE, local_steps=True)
+    joined = with_profiles(profile, {slow: slowed(profile, 2.0)}, links(2))
+    for made_of, there in ((profile, links(2, **{slow: 0.5})), (joined, links(2))):
+        own = host_cluster(made_of, there)
+        assert [node.name for node in own.nodes] == [slow]
+        found = solve(Problem(made_of, there, goal, capability), "integer").checked()
+        # With shares by speed 8 and 4 samples, which none of them waits for.
+        assert found.local_batch_sizes
+        one = CostModel(made_of, own, Goal(batch=6))
+        assert evaluation(one, one.baseline).prediction.compute_s == pytest.approx(6 * 2 * 3e-3)
+
+
+def test_other_sizes_are_of_the_first_nodes_like():
+    """With the times that the profile has of that node, under whatever name."""
+    profile, there = model_of(1e-3), links(2)
+    joined = with_profiles(profile, {"n0": slowed(profile, 2.0)}, there)
+    problem = Problem(joined, there, Goal(batch=12), WHOLE)
+    for ranks in (1, 4):
+        other = resized_problem(problem, ranks)
+        model = other.cost_model()
+        step = evaluation(model, model.baseline).prediction
+        assert step.compute_s == pytest.approx(12 / ranks * 2 * 3e-3)
+    assert resized_problem(problem, 2).profile is joined
+    by_ratio = resized_problem(Problem(profile, links(2, n0=0.5), Goal(batch=12), WHOLE), 1)
+    model = by_ratio.cost_model()
+    assert single_device_batch_s(model) == pytest.approx(12 * 2 * 3e-3)
+    assert evaluation(model, model.baseline).prediction.compute_s == pytest.approx(12 * 2 * 3e-3)
+
+
+def test_memory_is_told_with_each_devices_own_limit():
+    profile, there = model_of(1e-3), with_memory(links(2), n1=10**9)
+    plan = planned(profile, there, batch=12)
+    found = memory_timeline(plan, profile, there).timelines
+    assert {one.ranks: one.limit_bytes for one in found} == {(0,): 10**12, (1,): 10**9}
 
 
 def test_what_cannot_be_joined_is_refused():

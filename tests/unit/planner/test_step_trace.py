@@ -2,8 +2,10 @@
 
 import json
 
+import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.device_kinds import slowed, with_profiles
 from meshwright.planner.explain.step_trace import predicted_step, step_trace
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.goal import Goal
@@ -21,7 +23,7 @@ from meshwright.planner.simulate.trace_events import (
     TraceTrack,
     encode_trace,
 )
-from meshwright.planner.solve.evaluate import plan_by
+from meshwright.planner.solve.evaluate import decisions_of, plan_by
 
 from tests.strategies import chain_profile, cluster, linear
 from tests.traces import check_trace, durations, tracks
@@ -68,6 +70,26 @@ def test_a_rank_that_a_unit_leaves_idle_computes_less():
     plan, profile, there = planned(layouts={"b": Layout(groups=2)}.items())
     took = durations(events_of(plan, predicted_step(plan, profile, there)))
     assert took["rank 3", "computing, predicted"] < 0.8 * took["rank 0", "computing, predicted"]
+
+
+@pytest.mark.parametrize("schedule", ["barrier", "priority"])
+def test_ranks_of_unequal_speed_compute_as_long_as_their_devices_take(schedule):
+    """Even shares, and each unit is slow somewhere else: the step is that of one rank."""
+    plan, profile, there = planned(schedule, nodes=2, devices=1, inter=1e12)
+    both = zip(slowed(profile, 2.0).units, slowed(profile, 0.5).units, strict=True)
+    units = tuple(quick if slow.name == "b" else slow for slow, quick in both)
+    other = msgspec.structs.replace(profile, units=units)
+    joined = with_profiles(profile, {there.nodes[1].name: other}, there)
+    model = CostModel(
+        joined, there, Goal(batch=8), message_bytes=2**16, sliced=schedule == "priority"
+    )
+    plan = plan_by(model, decisions_of(plan), schedule, EVERYTHING)
+    took = durations(events_of(plan, predicted_step(plan, joined, there)))
+    assert took["rank 0", "step, predicted"] == pytest.approx(1e6 * plan.prediction.step_s)
+    computed = [took[f"rank {rank}", "computing, predicted"] for rank in range(2)]
+    updated = [took[f"rank {rank}", "optimizer, predicted"] for rank in range(2)]
+    assert computed[1] + updated[1] == pytest.approx(1e6 * plan.prediction.compute_s, rel=1e-6)
+    assert computed[0] < 0.9 * computed[1]
 
 
 def test_of_many_ranks_one_of_each_kind_is_told():

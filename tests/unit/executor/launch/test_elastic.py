@@ -12,20 +12,25 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from meshwright import Hosts, InfeasibleError, InputError, Restarts, RunError
+from meshwright import Hosts, InfeasibleError, InputError, Restarts, RunError, launch
+from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.launch.hosts import elastic, reach
 from meshwright.executor.launch.hosts.elastic import launch_elastic
-from meshwright.executor.launch.hosts.over_ssh import HostWork
+from meshwright.executor.launch.hosts.protocol import HostWork
 from meshwright.executor.launch.hosts.replan import Replanner, what_changed
-from meshwright.planner.schema.goal import Goal
+from meshwright.planner.cost.device_kinds import slowed, with_profiles
+from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import decode, load
 from meshwright.planner.solve.heuristic.resize import cluster_of_nodes
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 from meshwright.profiler.estimate import load_table
 
 from tests.processes import alive, wait_until
 from tests.ssh import behave_as_host, cluster_of_hosts, plan_for_hosts, put_ssh
+from tests.traces import durations, tracks
 
 PLAN = plan_for_hosts(3)
 PROFILE, CLUSTER = load_table("vgg16"), cluster_of_hosts(3)
@@ -41,7 +46,7 @@ if command == "exec true":
 COUNTED = """
 begin()
 attempt = len(list(here.glob(f"plan-{name}-*")))
-(here / f"plan-{name}-{attempt}").write_text(order["plan"])
+(here / f"plan-{name}-{attempt}").write_text(json.dumps(order["plan"]))
 (here / f"order-{name}-{attempt}").write_text(json.dumps(order))
 """
 # Checkpoints, by one of which a host that is back has been seen to be.
@@ -265,6 +270,98 @@ def test_the_goal_and_the_schedule_stay():
     assert replanner.plan_for((0, 2)) is made
     assert replanner.plan_for((1,)).world_size == 1
     assert not any(unit.early_release for unit in made.units)
+
+
+def test_hosts_of_unequal_speed_have_their_own_shares_wherever_they_are():
+    profile = with_profiles(PROFILE, {"host1": slowed(PROFILE, 3.0)}, CLUSTER)
+    fast = msgspec.structs.replace(
+        CLUSTER, levels=(msgspec.structs.replace(CLUSTER.levels[0], bytes_per_s=1e13),)
+    )
+    whole = solve(Problem(profile, fast, PLAN.goal, CAPABILITY), "heuristic").checked()
+    replanner = Replanner(whole, profile, fast)
+    first, last = replanner.plan_for((0, 1)), replanner.plan_for((1, 2))
+    assert first.local_batch_size(0) > 2 * first.local_batch_size(1)
+    # Host 1 is rank 0 now.
+    sizes = last.local_batch_sizes
+    assert 2 * last.local_batch_size(0) < last.local_batch_size(1)
+    assert what_changed(whole, last).endswith(
+        f"; ranks get {sizes[0]}, {sizes[1]} of the 32 samples"
+    )
+    even = replanner.plan_for((0, 2))
+    assert even.local_batch_sizes == ()
+    assert what_changed(last, even).endswith("; ranks get even shares of the batch")
+
+
+def test_pins_keep_their_styles_and_not_their_layouts():
+    """These are of as many ranks as there were."""
+    name = "32.linear"
+    pins = (
+        Pin(unit="00.conv2d", only=(Layout(groups=3, degree=1),)),
+        Pin(unit=name, never=(Layout(groups=1, degree=3),), never_styles=("row",)),
+    )
+    plan = msgspec.structs.replace(PLAN, goal=msgspec.structs.replace(PLAN.goal, pins=pins))
+    replanner = Replanner(plan, PROFILE, CLUSTER)
+    made = replanner.plan_for((0, 1))
+    assert made.world_size == 2
+    assert made.goal.pins == (Pin(unit=name, never_styles=("row",)),)
+    assert made.unit(name).style != "row"
+    divided = Goal(batch=32, pins=(Pin(unit=name, styles=("column",)),))
+    replanner = Replanner(msgspec.structs.replace(PLAN, goal=divided), PROFILE, CLUSTER)
+    assert replanner.plan_for((0, 1)).unit(name).style == "column"
+    assert replanner.plan_for((1,)).unit(name).style == "none"  # by itself nothing is divided
+
+
+def test_a_trace_is_of_the_plan_that_ran(ssh, tmp_path):
+    """With host a away rank 0 is on host b: what is predicted and recorded is of two ranks."""
+    step = {"start_s": 0.0, "end_s": 1.0}
+    sent = {"name": "message", "start_s": 0.1, "end_s": 0.2, "message_bytes": 8}
+    group = {"label": "exchange", "ranks": [0, 1], "messages": [sent]}
+    one = {"rank": 0, "steps": [step], "computing": [], "waiting": [], "updating": []}
+    tells = f"tell('recorded', ranks=[{ {**one, 'groups': [group]} }])\n{REPORT}"
+    first = "if attempt == 0: " + UNTIL_SIGNAL.replace("\n", "; ", 1)
+    play(ssh, a=away(ssh, "a"), b=f"{first}{tells}", c=f"{first}tell('recorded', ranks=[])\n")
+    said: list[str] = []
+    path = tmp_path / "trace.json"
+    report = launch(
+        PLAN, ["train.py"], hosts=Hosts(("a", "b", "c"), folder=str(ssh.parent)), say=said.append,
+        checkpoint="kept", restarts=Restarts(3, 1, PROFILE, CLUSTER), trace=path,
+    )  # fmt: skip
+    assert report is not None
+    assert said[-1] == f"trace written to {path}; https://ui.perfetto.dev opens it"
+    assert not any("no trace" in text for text in said)
+    (made,) = plans(ssh, "b")[1:]
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {process for process, _ in tracks(events)} == {"rank 0"}
+    names = {track for _, track in tracks(events)}
+    assert {"step, predicted", "step, measured", "exchange between nodes, measured"} <= names
+    took = durations(events)["rank 0", "step, predicted"]
+    assert took == pytest.approx(1e6 * made.prediction.step_s, rel=1e-6)
+    assert made.prediction.step_s != pytest.approx(PLAN.prediction.step_s, rel=1e-3)
+
+
+def test_an_attempt_without_a_trace_leaves_the_one_before(ssh, tmp_path):
+    one = {"rank": 0, "steps": [{"start_s": 0.0, "end_s": 1.0}], "computing": [], "waiting": []}
+    one |= {"updating": [], "groups": []}
+    tells = f"tell('recorded', ranks=[{one}])\n"
+    play(ssh, a=f"if attempt == 0:\n    {tells}    sys.exit(255)\n{REPORT}", b="", c="")
+    said: list[str] = []
+    path = tmp_path / "trace.json"
+    launch(
+        PLAN, ["train.py"], hosts=Hosts(("a", "b", "c"), folder=str(ssh.parent)), say=said.append,
+        checkpoint="kept", restarts=1, trace=path,
+    )  # fmt: skip
+    assert path.exists()
+    assert sum("trace written" in text for text in said) == 1
+    assert not any("no trace" in text for text in said)
+    play(ssh, a=REPORT, b="", c="")
+    launch(
+        PLAN,
+        ["t.py"],
+        hosts=Hosts(("a", "b", "c"), folder=str(ssh.parent)),
+        say=said.append,
+        trace=path,
+    )
+    assert said[-1] == "no trace: fewer than 3 steps were made under the plan"
 
 
 def test_what_another_plan_decides_is_one_line():

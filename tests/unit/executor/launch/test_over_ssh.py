@@ -11,13 +11,15 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from meshwright import Hosts, InputError, RunError
-from meshwright.executor.launch.hosts.over_ssh import HostWork, launch_over_ssh, meeting_peer
-from meshwright.executor.launch.hosts.protocol import Meeting
+from meshwright.executor.launch.hosts.over_ssh import launch_over_ssh, meeting_peer
+from meshwright.executor.launch.hosts.protocol import HostWork, Meeting
 from meshwright.executor.launch.hosts.serve import meeting_place
 from meshwright.executor.launch.hosts.ssh import ssh_command
 from meshwright.planner.schema.errors import MemoryRunError
+from meshwright.planner.schema.plan import Plan
 
 from tests.processes import alive, wait_until
 from tests.ssh import behave, behave_as_host, plan_for_hosts, put_ssh
@@ -38,11 +40,11 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def launched(**more: object):
+def launched(plan: Plan = PLAN, **more: object):
     """What is returned, and what is said."""
     said: list[str] = []
     hosts = Hosts(("a", "root@b"), **more)  # type: ignore[arg-type]
-    work = HostWork(plan=PLAN, script=("train.py",), steps=3, per_host=(1, 1))
+    work = HostWork(plan=plan, script=("train.py",), steps=3, per_host=(1, 1))
     return launch_over_ssh(work, hosts, say=said.append), [text for text in said if text]
 
 
@@ -70,7 +72,7 @@ def test_each_host_gets_its_part_and_where_to_meet(ssh, tmp_path):
     assert first["folder"] == "/work here"
     assert first["environment"]["X"] == "$(y)"
     assert {**first, "node_rank": 1} == second
-    assert json.loads(first["plan"])["target"] == PLAN.target
+    assert first["plan"]["target"] == PLAN.target
 
 
 def test_ssh_is_asked_no_question_and_given_one_command(ssh, tmp_path, monkeypatch):
@@ -134,6 +136,14 @@ def test_other_versions_are_refused_before_anything_runs(ssh, capfd):
     with pytest.raises(InputError, match=r"versions of torch: 2\.0 on a and 2\.1 on root@b"):
         launched()
     assert "ran" not in capfd.readouterr().out
+
+
+def test_devices_whose_speed_the_plan_knows_are_not_remarked_upon(ssh):
+    shares = (PLAN.goal.batch - 1, 1)
+    behave_as_host(ssh, "a", "begin()\n")
+    behave_as_host(ssh, "b", "SETUP['device'] = 'gpu'\nbegin()\n")
+    _, said = launched(msgspec.structs.replace(PLAN, local_batch_sizes=shares))
+    assert not any(said)
 
 
 def test_what_differs_and_does_no_harm_is_said(ssh):

@@ -8,13 +8,17 @@ from types import SimpleNamespace
 import pytest
 from meshwright import InfeasibleError, InputError, Restarts, RunError
 from meshwright.executor.checkpoint.latest import Latest
+from meshwright.executor.launch import launch
 from meshwright.executor.launch.hosts.protocol import error_of, failure_of
 from meshwright.executor.launch.launch import with_a_plan_that_fits
 from meshwright.executor.launch.processes import Ranks
 from meshwright.executor.launch.restarts import RestartCount, run_with_restarts
 from meshwright.executor.launch.tasks import Keeping
+from meshwright.executor.launch.timeline import TRACE_VARIABLE
 from meshwright.executor.launch.train import steps_left
 from meshwright.planner.schema.errors import MemoryRunError
+from meshwright.planner.schema.record import save
+from meshwright.planner.schema.recorded import RecordedStep, RecordedSteps
 
 from tests.ssh import plan_for_hosts
 
@@ -77,6 +81,33 @@ def test_from_a_checkpoint_nothing_is_said_of_beginning_anew(tmp_path):
     attempts = Attempts(killed(), "done")
     attempts.run(tmp_path, 1)
     assert attempts.said[0].endswith("; started again (restart 1 of 1)")
+
+
+def test_each_attempt_tells_what_it_has_recorded_itself(tmp_path, monkeypatch):
+    """Of the second one only rank 0 has: what rank 1 had of the first is not beside it."""
+    step = RecordedStep(start_s=0.0, end_s=1.0)
+    outcomes = [((0, 1), killed()), ((0,), "done")]
+
+    def run_task(task, ranks, answer, plan):
+        recorded, outcome = outcomes.pop(0)
+        for rank in recorded:
+            one = RecordedSteps(
+                rank=rank, steps=(step,), computing=(), waiting=(), updating=(), groups=()
+            )
+            save(one, Path(ranks.environment[TRACE_VARIABLE]) / f"timeline-{rank}.json")
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(launch, "run_task", run_task)
+    told = []
+    plan = plan_for_hosts(2)
+    report = launch.launch(
+        plan, (), 3, Ranks(nproc=2), keeping=Keeping(folder=str(tmp_path), every=5),
+        restarts=Restarts(1), recorded=lambda of, found: told.append((of, [r.rank for r in found])),
+    )  # fmt: skip
+    assert report == "done"
+    assert told == [(plan, [0, 1]), (plan, [0])]
 
 
 def test_restarts_that_are_used_up(tmp_path):
