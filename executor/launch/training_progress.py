@@ -234,7 +234,7 @@ class _Line:
         self._screen, self.rewritten = screen, screen.isatty()
         self._written = False
 
-    def show(self, words: str, *, stays: bool) -> None:
+    def show(self, words: str, *, stays: bool = False) -> None:
         if not self.rewritten:
             print(words, file=self._screen, flush=True)
             return

@@ -86,7 +86,9 @@ def test_a_file_gets_lines_and_a_terminal_one_line(monkeypatch):
     line.show("a" * 200)
     line.clear()
     line.clear()
-    assert terminal.getvalue() == f"\r{'a' * 79}\x1b[K\r\r\x1b[K"
+    line.show("last", stays=True)
+    line.clear()
+    assert terminal.getvalue() == f"\r{'a' * 79}\x1b[K\r\r\x1b[K\rlast\x1b[K\n"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
