@@ -132,6 +132,8 @@ def _check_head(cls: type[Record], data: bytes, origin: str) -> None:
     if not isinstance(head, dict):
         return
     kind, version = head.get("document"), head.get("schema_version")
+    if {"predicted", "measured"} <= head.keys():  # the one kind of file that is no document
+        kind = "RunReport"
     if isinstance(kind, str) and kind in MADE_BY and kind != cls.__name__:
         raise InputError(
             f"{origin} is a {kind}, and a {cls.__name__} is needed: make one with "

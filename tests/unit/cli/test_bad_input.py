@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.record import save
+from meshwright.planner.schema.report import Figures, RunReport
 
 from tests.strategies import chain_profile, linear
 
@@ -293,8 +294,20 @@ def test_a_folder_as_file(meshwright, profile_file, tmp_path):
 
 
 def test_another_kind_of_document_names_the_option_and_the_way_to_make_it(
-    meshwright, plan_file, profile_file, cluster_file
+    meshwright, plan_file, profile_file, cluster_file, tmp_path
 ):
+    result = tmp_path / "result.json"
+    took = Figures(step_s=1.0)
+    save(
+        RunReport(
+            target="mlp", world_size=2, steps=3, predicted=took, measured=took, data_parallel=took
+        ),
+        result,
+    )
+    done = meshwright("explain", result)
+    refused(done, 2, "PLAN", "result.json is a RunReport", "a Plan is needed")
+    done = meshwright("report", plan_file, "--result", cluster_file)
+    refused(done, 2, "cluster.json is a Cluster", "a RunReport is needed", "launch plan.json")
     done = meshwright("plan", profile_file, "-c", plan_file, "--batch", 256)
     refused(done, 2, "--cluster", "plan.json is a Plan", "a Cluster is needed", "meshwright probe")
     done = meshwright("plan", cluster_file, "-c", cluster_file, "--batch", 256)
