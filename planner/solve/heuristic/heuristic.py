@@ -89,8 +89,11 @@ class Heuristic:
                 return None  # the limit on each unit is to blame
         free = [replace(lifted(problem, what), progress=None) for problem in problems]
         left_s = max(deadline - time.perf_counter(), 1e-3)
+        # The quickest plan may need less than the one at which a search for the least has ended.
+        free += [with_limit(problem, what, None) for problem in problems]
         every = [_best(problem, left_s) for problem in free]
-        chosen = min(every, key=lambda each: needed(what, each))
+        keeping = [each for each in every if _keeps_limits(each)]
+        chosen = min(keeping or every, key=lambda each: needed(what, each))
         least = needed(what, chosen)
         # As in ``_least_limit``: under the limit the search may miss the plan that needs it.
         for _ in range(TRIES):

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner.cost.budget import single_device_batch_s
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.solve.heuristic.infeasible import DIGITS, rounded_up
+from meshwright.planner.solve.answer import choice
+from meshwright.planner.solve.heuristic.heuristic import TRIES
+from meshwright.planner.solve.heuristic.infeasible import DIGITS, LIFTED, needed, rounded_up
 from meshwright.planner.solve.lagrangian import solver as lagrangian_solver
 from meshwright.planner.solve.lagrangian.solver import LagrangianSolver
 from meshwright.planner.solve.solver import solve
@@ -85,6 +87,21 @@ def test_what_is_named_is_accepted_and_the_least_is_the_least(solver, made):
             assert "enough" in change.sentence
     if solver != "heuristic" and why.limit in ("amplification_limit", "time_limit_s"):
         assert any(change.what == why.limit for change in why.relaxations)
+
+
+@SOME
+@given(refused())
+def test_the_quickest_plan_needs_no_less_than_what_is_named(made):
+    """A search for the least may end far above it, and the plan without the limit may need less."""
+    why = solve(made, "heuristic").infeasible
+    if why is None or why.limit not in LIFTED:
+        return
+    free = solve(limited(made, **{why.limit: None}), "heuristic")
+    for change in why.relaxations:
+        if change.what == why.limit and free.plan is not None:
+            model = CostModel.of_plan(free.plan, made.profile, made.cluster, made.goal)
+            quickest = choice(model, free.decisions, made.schedule)
+            assert change.value <= rounded_up(needed(why.limit, quickest) * 1.02**TRIES)
 
 
 @SOME
