@@ -13,9 +13,10 @@ values that the T_p take, and is found by halving too. There every rank has the 
 below t, and what is left goes to ranks that are at t then. Fewer seconds cannot be: below t all
 ranks together take too few samples.
 
-Of shares that are alike in T those come first of which no rank computes long: the same search, with
-the seconds of computing for T and no more samples than T allows. Where nothing but the exchange is
-waited for T leaves them open, and a plan that divides units then waits for what is computed.
+Of shares whose T is within ``NEAR`` of the least those come first of which no rank computes long: the
+same search, with the seconds of computing for T and no more samples than that T allows. Where
+little but the exchange is waited for, T hardly depends on the shares, and what it gains by the last
+of them is less than what it is known to; a plan that divides units then waits for what is computed.
 
 Plain data parallelism decides the shares, and the search for layouts keeps them: a group of a
 divided unit has the samples of its members. A plan that divides units is compared with other shares
@@ -49,6 +50,8 @@ KeyOf = Callable[[int], Key]
 Rank = tuple[KeyOf, int, int]
 """What decides of a rank: its key, the fewest samples that it may have, and the most."""
 ROUNDING = 1e-9
+NEAR = 0.01
+"""A step that is longer by so much is as good: curves are not measured more closely."""
 
 
 def with_balanced_batches(model: CostModel, schedule: ScheduleName) -> CostModel:
@@ -91,12 +94,12 @@ def balanced_batches(
 def least_in_turn(
     batch: int, keys: Sequence[KeyOf], least: Sequence[int], most: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shares whose largest first entry is least, and of those the ones with the next."""
+    """The shares whose largest first entry is least, and of those near it the ones with the next."""
     found: tuple[int, ...] = ()
     for entry in range(len(keys[0](least[0]))):
         each = _entries_of(keys, entry)
         found = least_largest(batch, each, least, most)
-        limit = tuple(x * (1 + ROUNDING) for x in _largest(each, found))
+        limit = tuple(x * (1 + NEAR) for x in _largest(each, found))
         bounds = zip(each, least, most, strict=True)
         most = [_most(key, low, high, limit) for key, low, high in bounds]
     return found

@@ -60,7 +60,7 @@ def asks(kind: str, statistics: str = "local", screen: io.StringIO | None = None
         if screen is not None:
             run = run_of(model)
             shown = TrainingProgress(run, device, every_s=1e-9, screen=screen)
-            clock_of(run, model, optimizer).listeners.append(shown.stepped)
+            clock_of(run, model, optimizer).listeners.append(shown.noticed)
         for number in range(2 * MEASURED):
             x, y = data(4, number, device)
             if number == MEASURED:

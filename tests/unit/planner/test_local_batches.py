@@ -382,3 +382,15 @@ def test_what_takes_as_long_with_any_number_does_not_decide():
 
     assert least_in_turn(12, [fast, slow], [1, 1], [12, 12]) == (8, 4)
     assert least_in_turn(12, [slow, fast], [1, 1], [12, 12]) == (4, 8)
+
+
+def test_what_hardly_takes_longer_with_more_samples_does_not_decide_either():
+    """VGG-11 over a slow link: of 48 samples the slow host was given one, for 0.1% of the step."""
+
+    def fast(n):
+        return (1.0427 + 0.0009 * n, 0.14 + 0.009 * n)
+
+    def slow(n):
+        return (1.0862 + 0.0002 * n, 0.23 + 0.025 * n)
+
+    assert least_in_turn(48, [fast, slow], [1, 1], [48, 48]) == (38, 10)
