@@ -11,8 +11,8 @@ SINGLE := $(TEST) -n auto --dist loadfile tests/unit tests/property
 SEVERAL := $(TEST) tests/distributed tests/gpu tests/testbed
 # What another Python or other versions of what we build on would break first.
 SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/test_imports.py tests/distributed/test_training.py
-# Of the command line all but what plans a lot, which takes minutes.
-SMOKE += tests/unit/cli --ignore tests/unit/cli/test_planning.py
+# Of the command line all but what plans a lot, or runs a lot of it, which takes minutes.
+SMOKE += tests/unit/cli --ignore tests/unit/cli/test_planning.py --ignore tests/unit/cli/test_mutations.py
 
 # Installed without what they bring, or it would be another torch: what is not here already is named.
 FRAMEWORKS := accelerate psutil lightning-fabric lightning-utilities tensorboard

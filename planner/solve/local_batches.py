@@ -13,10 +13,10 @@ values that the T_p take, and is found by halving too. There every rank has the 
 below t, and what is left goes to ranks that are at t then. Fewer seconds cannot be: below t all
 ranks together take too few samples.
 
-Of shares whose T is within ``NEAR`` of the least those come first of which no rank computes long: the
-same search, with the seconds of computing for T and no more samples than that T allows. Where
-little but the exchange is waited for, T hardly depends on the shares, and what it gains by the last
-of them is less than what it is known to; a plan that divides units then waits for what is computed.
+Of shares whose T is within ``NEAR`` of the least those come first of which no rank computes long:
+the same search, with the seconds of computing for T and no more samples than that T allows. Where
+little but the exchange is waited for, T hardly depends on the shares, and the last of what it gains
+is less than it is known to; a plan that divides units then waits for what is computed.
 
 Plain data parallelism decides the shares, and the search for layouts keeps them: a group of a
 divided unit has the samples of its members. A plan that divides units is compared with other shares
@@ -94,7 +94,8 @@ def balanced_batches(
 def least_in_turn(
     batch: int, keys: Sequence[KeyOf], least: Sequence[int], most: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shares whose largest first entry is least, and of those near it the ones with the next."""
+    """The shares whose largest first entry is least, and of those near it the ones with the least
+    of the next."""
     found: tuple[int, ...] = ()
     for entry in range(len(keys[0](least[0]))):
         each = _entries_of(keys, entry)

@@ -11,6 +11,8 @@ from textwrap import dedent
 import pytest
 from test_launch_commands import ROOT, command, meshwright
 
+from tests.sampling import sampled
+
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 # What a script has before the lines that a page shows: each rank's share of 256 samples.
 BEFORE = """
@@ -75,9 +77,8 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+@pytest.mark.parametrize("page", sampled(["README.md", "docs/getting-started.md"], 1))
 def test_the_commands_of_a_page_run(page, folder):
     known: list[list[str]] = commands("README.md") if page != "README.md" else []
     own = [lines for lines in commands(page) if lines not in known]

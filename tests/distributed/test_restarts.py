@@ -88,7 +88,7 @@ def test_twenty_kills(tmp_path: Path):
     ends_as_undisturbed(tmp_path, kinds, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_script_whose_rank_is_killed_and_then_stands_still(tmp_path: Path):
     """Stands still for longer than ranks wait for each other; by then no restart is left."""

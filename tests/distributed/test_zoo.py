@@ -11,22 +11,24 @@ from pathlib import Path
 import pytest
 
 ZOO = Path(__file__).parents[2] / "benchmarks" / "zoo.py"
-SAMPLE, SEED = 20, 18
+SEED = 18
 # Where `make` puts the packages that only the zoo takes models from.
 VISION = Path(sys.prefix) / "vision"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_sample_of_architectures_trains_right_or_says_why_not(tmp_path):
+@pytest.mark.parametrize(
+    "count", [pytest.param(8, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
+)
+def test_a_sample_of_architectures_trains_right_or_says_why_not(tmp_path, count):
     done = subprocess.run(
-        [sys.executable, ZOO, "--sample", str(SAMPLE), "--seed", str(SEED)],
+        [sys.executable, ZOO, "--sample", str(count), "--seed", str(SEED)],
         capture_output=True, text=True, timeout=1400, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MESHWRIGHT_CACHE": str(tmp_path),
              "PYTHONPATH": str(VISION)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["models"] == SAMPLE
+    assert found["models"] == count
     bad = {"wrong", "error", "hang"} & set(found["verdicts"])
     assert not bad, done.stdout

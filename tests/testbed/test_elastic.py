@@ -30,6 +30,7 @@ from benchmarks.testbed import Bed, Host
 from tests.distributed.launched import Training, is_running, small_hybrid_plan
 from tests.distributed.plans import by_columns_and_rows, plan_for
 from tests.processes import wait_until
+from tests.sampling import sampled
 from tests.testbed.ssh_hosts import SLEEP, SshHosts, lacking, pids
 
 pytestmark = [
@@ -91,10 +92,9 @@ def under(names: Sequence[str]) -> tuple[str, str]:
 # -- four hosts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "degree", "kinds"),
-    [("gpt-mini", 2, ("attention", "mlp")), ("vgg11-32", 4, ("linear",))],
+    sampled([("gpt-mini", 2, ("attention", "mlp")), ("vgg11-32", 4, ("linear",))], 1),
 )
 def test_a_hybrid_plan_on_four_hosts(hosts, target, degree, kinds):
     workload = zoo.build(target)
@@ -318,7 +318,7 @@ KINDS = [
 @pytest.mark.parametrize(
     ("kinds", "seed"),
     [
-        pytest.param(["torchrun", "host"], 8, marks=pytest.mark.slow),
+        pytest.param(["rank", "host"], 8, marks=pytest.mark.slow),
         pytest.param(KINDS, 7, marks=pytest.mark.long),
     ],
 )

@@ -19,7 +19,6 @@ LACKING = missing() or missing_quota()
 pytestmark = [
     pytest.mark.skipif(LACKING is not None, reason=str(LACKING)),
     pytest.mark.timeout(500),
-    pytest.mark.slow,
 ]
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "unequal.py"
@@ -39,6 +38,7 @@ def figures(folder: Path) -> dict[str, Any]:
     return row  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_planned_shares_are_quicker_and_predicted(tmp_path: Path) -> None:
     for number in range(TRIES):
         row = figures(tmp_path / str(number))
@@ -54,6 +54,7 @@ def test_planned_shares_are_quicker_and_predicted(tmp_path: Path) -> None:
     assert row["predicted_over_measured"] == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.long
 def test_commands_on_each_host_find_the_slow_one(tmp_path: Path, monkeypatch: Any) -> None:
     """``probe`` and ``profile`` under torchrun, then ``plan`` from their files."""
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
