@@ -76,4 +76,6 @@ def test_commands_on_each_host_find_the_slow_one(tmp_path: Path, monkeypatch: An
     assert cli.run([str(word) for word in asked]) == 0
     fast, slow = load(Plan, plan).local_batch_sizes
     assert fast + slow == 48
-    assert 1.4 < fast / slow < 3
+    # A quota also holds what a process does besides, and where the exchange is waited for most of
+    # the step a sample more or less decides little.
+    assert 1.4 < fast / slow < 5
