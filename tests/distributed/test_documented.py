@@ -101,11 +101,13 @@ def python_blocks(page: str) -> list[str]:
     return [text for language, text in blocks(page) if language == "python"]
 
 
+@pytest.mark.slow
 def test_the_loop_of_readme_trains(folder):
     (shown,) = python_blocks("README.md")
     torchrun(BEFORE + shown + "assert loss < 2 and plan.world_size == 2\n", folder)
 
 
+@pytest.mark.slow
 def test_what_getting_started_saves_is_loaded_later(folder):
     call, saving = python_blocks("docs/getting-started.md")
     save, mark, load = saving.partition("# later, on every rank, after auto_parallelize\n")
