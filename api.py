@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -387,37 +387,33 @@ def _write_trace(
     return f"trace written to {path}{missing}; https://ui.perfetto.dev opens it"
 
 
-class _RunTrace:
-    """The file for what the ranks of a run record. Of a run that was started again it holds the
-    latest attempt of which there is something to tell, under the plan of that."""
+@contextmanager
+def _run_trace(
+    trace: str | Path | None, node_rank: int, say: Callable[[str], None]
+) -> Iterator[Callable[[Plan, list[RecordedSteps]], None] | None]:
+    """For a run, what is to be told of what the ranks of each attempt have recorded; None without a
+    ``trace``. That file holds the latest attempt of which there is something to tell, under the
+    plan of that."""
+    if trace is None:
+        yield None
+        return
+    from .executor.launch.timeline import LEAST_STEPS
 
-    def __init__(self, path: Path, node_rank: int, say: Callable[[str], None]) -> None:
-        self._path = path.with_stem(f"{path.stem}-{node_rank}") if node_rank else path
-        self._say, self._is_written = say, False
+    path, is_written = Path(trace), False
+    if node_rank:
+        path = path.with_stem(f"{path.stem}-{node_rank}")
 
-    def recorded(self, plan: Plan, found: list[RecordedSteps]) -> None:
-        """An attempt has ended, of which its ranks have recorded that."""
+    def recorded(plan: Plan, found: list[RecordedSteps]) -> None:
+        nonlocal is_written
         if found:
-            self._say(_write_trace(plan, self._path, *_known(plan), found))
-            self._is_written = True
+            say(_write_trace(plan, path, *_known(plan), found))
+            is_written = True
 
-    def end(self) -> None:
-        """There are no more attempts."""
-        from .executor.launch.timeline import LEAST_STEPS
-
-        if not self._is_written:
-            self._say(f"no trace: fewer than {LEAST_STEPS} steps were made under the plan")
-
-
-def _with_trace(
-    run: Callable[[], RunReport | None], timelines: _RunTrace | None
-) -> RunReport | None:
-    """What a run measures, which may be recorded."""
     try:
-        return run()
+        yield recorded
     finally:
-        if timelines is not None:
-            timelines.end()
+        if not is_written:
+            say(f"no trace: fewer than {LEAST_STEPS} steps were made under the plan")
 
 
 def _known(plan: Plan) -> tuple[ModelProfile | None, Cluster | None]:
@@ -672,8 +668,6 @@ def launch(
         else background
     )
 
-    timelines = None if trace is None else _RunTrace(Path(trace), node_rank, say)
-    recorded = None if timelines is None else timelines.recorded
     if hosts is not None:
         if tensorboard is not None:
             # Named from the working folder there.
@@ -691,17 +685,18 @@ def launch(
             checkpoint_every=checkpoint_every, resume=resume, progress=progress,
             trace=trace is not None,
         )  # fmt: skip
-        started = partial(launch_elastic, restarts=again) if again.wanted else launch_over_ssh
-        run = partial(started, work, hosts, at_end=at_end, say=say, recorded=recorded)
-        return _with_trace(run, timelines)
+        with _run_trace(trace, node_rank, say) as recorded:
+            if again.wanted:
+                return launch_elastic(work, hosts, again, at_end, say, recorded)
+            return launch_over_ssh(work, hosts, at_end=at_end, say=say, recorded=recorded)
     # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet, tensorboard)
     ranks = ranks.telling({PROGRESS_VARIABLE: "1" if progress else ""})
     keeping = keeping_for(checkpoint, checkpoint_every, resume=resume)
-    run = partial(
-        launch, plan, script, steps, ranks, background_job, keeping, at_end, say, again, recorded
-    )
-    return _with_trace(run, timelines)
+    with _run_trace(trace, node_rank, say) as recorded:
+        return launch(
+            plan, script, steps, ranks, background_job, keeping, at_end, say, again, recorded
+        )
 
 
 def auto_parallelize(

@@ -287,9 +287,8 @@ def with_a_plan_that_fits(error: MemoryRunError, plan: Plan) -> MemoryRunError:
     # The limit is a tenth less than what was predicted, as what was predicted did not fit.
     limit = min(error.limit_bytes or less_than(plan), less_than(plan))
     details = error.details or forecast(plan)
-    found = MemoryRunError(error.sentence, (*details, _remedy(plan, limit)), limit)
-    found.lost, found.failed_at = error.lost, error.failed_at
-    return found
+    told = MemoryRunError(error.sentence, (*details, _remedy(plan, limit)), limit)
+    return told.standing_for(error)
 
 
 def _remedy(plan: Plan, limit_bytes: int) -> str:

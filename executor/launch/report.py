@@ -115,21 +115,18 @@ class _RunFigures:
 
     def _stepped(self, step: StepMoments) -> None:
         # Of the step before: on a device's streams this one may still be going on.
-        self._write_latest()
+        self.write_latest()
         self._latest = self._run.steps_done - 1, step
         self._steps.append(step)
         if self._device.type == "cuda" and len(self._steps) == WARM_UP:
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _write_latest(self) -> None:
+    def write_latest(self) -> None:
+        """Scalars of the latest step, once, where they are asked for."""
         if self._writer is not None and self._latest is not None:
             number, step = self._latest
             self._writer.write(number, step.seconds()[0])
         self._latest = None
-
-    def end(self) -> None:
-        """There are no more steps."""
-        self._write_latest()
 
     def figures(self) -> RankFigures | None:
         """What is typical of the steps after the warm-up; None where too few were made."""
@@ -156,7 +153,7 @@ def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Non
     recorder = _RunFigures(model, optimizer)
 
     def leave() -> None:
-        recorder.end()
+        recorder.write_latest()
         found = recorder.figures()
         if found is not None:
             save(found, Path(folder) / f"figures-{os.environ.get('RANK', '0')}.json")

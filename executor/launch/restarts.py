@@ -141,8 +141,7 @@ def _with_more(error: MeshwrightError, more: str) -> MeshwrightError:
         found = MemoryRunError(f"{error.sentence}; {more}", error.details, error.limit_bytes)
     else:
         found = type(error)(f"{error}; {more}")
-    found.lost, found.failed_at = error.lost, error.failed_at
-    return found
+    return found.standing_for(error)
 
 
 def run_with_restarts(

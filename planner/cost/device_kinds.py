@@ -35,7 +35,7 @@ def device_kinds(
 ) -> tuple[DeviceKind, ...]:
     """The kinds of a cluster's devices, in the order of their first positions."""
     nodes, devices, node_of = cluster.nodes, cluster.devices, cluster.node_of_rank
-    measured = {node: i for i, t in enumerate(profile.node_times) for node in t.nodes}
+    measured = _measured_nodes(profile)
     found: dict[tuple[int | None, float], list[int]] = {}
     for position, rank in enumerate(placement):
         times = measured.get(nodes[node_of[rank]].name)
@@ -63,10 +63,12 @@ def slowest_node(profile: ModelProfile, cluster: Cluster) -> int:
 
 def of_node(profile: ModelProfile, node: str) -> ModelProfile:
     """The profile as it is on the node of that name, for clusters whose nodes are all like it."""
-    measured = {name: times for times in profile.node_times for name in times.nodes}
-    if node in measured:
-        return with_times(profile, measured[node])
-    return msgspec.structs.replace(profile, node_times=()) if profile.node_times else profile
+    return _profile_of(profile, _measured_nodes(profile).get(node), 1.0)
+
+
+def _measured_nodes(profile: ModelProfile) -> dict[str, int]:
+    """Which of the profile's ``node_times`` are of a node, by its name."""
+    return {node: i for i, times in enumerate(profile.node_times) for node in times.nodes}
 
 
 def _profile_of(profile: ModelProfile, times: int | None, speed: float) -> ModelProfile:

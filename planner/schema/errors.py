@@ -4,6 +4,7 @@ The command line turns them into an exit code; Python callers catch them by type
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 
 class MeshwrightError(Exception):
@@ -14,6 +15,11 @@ class MeshwrightError(Exception):
     """When a rank failed so, in seconds since 1970; None: not known, or not on a rank."""
     lost = False
     """Whether a process or a host has gone, rather than failed at what it does."""
+
+    def standing_for(self, error: "MeshwrightError") -> Self:
+        """This error, which says of the same failure more than ``error`` does."""
+        self.failed_at, self.lost = error.failed_at, error.lost
+        return self
 
 
 class InputError(MeshwrightError, ValueError):

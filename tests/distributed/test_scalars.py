@@ -23,7 +23,9 @@ from meshwright.executor.launch.train import run_range, take_step
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
+from meshwright.models.workload import Workload
 from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.plan import Plan
 from plans import plan_for
 
 from tests import frameworks
@@ -77,16 +79,25 @@ def tells_of_a_training(rank: int, folder: str) -> None:
         assert told["samples_per_s"][step] == pytest.approx(rate, rel=1e-5)
 
 
+def record(workload: Workload, optimizer: torch.optim.Optimizer, report: str) -> None:
+    """As the launcher asks for it."""
+    os.environ[REPORT_VARIABLE] = report
+    record_run(workload.model, optimizer)
+    del os.environ[REPORT_VARIABLE], os.environ[TENSORBOARD_VARIABLE]
+
+
+def make_steps(workload: Workload, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(STEPS):
+        take_step(workload, plan, workload.make_batch(4), optimizer).spent()
+
+
 def tells_of_a_script(rank: int, folder: str) -> None:
     workload, plan = prepared(folder)
-    os.environ[REPORT_VARIABLE] = folder + "-report"
     Path(folder + "-report").mkdir(exist_ok=True)
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1)
     apply(workload.model, optimizer, plan)
-    record_run(workload.model, optimizer)
-    del os.environ[REPORT_VARIABLE], os.environ[TENSORBOARD_VARIABLE]
-    for _ in range(STEPS):
-        take_step(workload, plan, workload.make_batch(4), optimizer).spent()
+    record(workload, optimizer, folder + "-report")
+    make_steps(workload, plan, optimizer)
     if rank:
         return
     close_writers()
@@ -113,12 +124,9 @@ def goes_on_behind_a_checkpoint(rank: int, folder: str) -> None:
         if not resumes:
             ckpt.save(7)
             ckpt.close()
-    os.environ[REPORT_VARIABLE] = folder
-    record_run(workload.model, optimizer)
-    del os.environ[REPORT_VARIABLE], os.environ[TENSORBOARD_VARIABLE]
+    record(workload, optimizer, folder)
     assert ckpt.resume() == 7
-    for _ in range(STEPS):
-        take_step(workload, plan, workload.make_batch(4), optimizer).spent()
+    make_steps(workload, plan, optimizer)
     if rank:
         return
     close_writers()

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
+import msgspec
+
 from ....planner.schema.errors import MeshwrightError
 from ....planner.schema.plan import Plan
 from ....planner.schema.record import decode
@@ -44,7 +46,7 @@ _TO_END_S = GRACE_S + 10.0
 def order_for(work: HostWork, number: int, hosts: Hosts) -> HostOrder:
     """Host ``number``'s part of the work."""
     return HostOrder(
-        **{name: getattr(work, name) for name in work.__struct_fields__},
+        **msgspec.structs.asdict(work),
         node_rank=number,
         folder=hosts.where,
         environment=hosts.told,
@@ -61,9 +63,8 @@ def launch_over_ssh(
 ) -> RunReport | None:
     """Runs ``work`` on ``hosts`` and returns the report of rank 0, which ``at_end`` gets as soon as
     it is there; ``say`` gets remarks, ``recorded`` the plan and what all ranks have recorded of
-    its steps.
-    ``stops`` is asked every few seconds, and with the step of each checkpoint that is found,
-    whether to end the run: by ``StoppedAtCheckpoint``.
+    its steps. ``stops`` is asked every few seconds, and with the step of each checkpoint that is
+    found, whether to end the run: by ``StoppedAtCheckpoint``.
 
     Every line of a host is printed with its name in front. Raises the error of the rank that failed
     first, or of the host that is not to be had. Signals are passed on, and what runs on the hosts
