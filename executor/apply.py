@@ -142,6 +142,7 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     whole, placement, local, plan = plan, plan.placement, plan.local_steps, plan.inside_host
     degrees: set[int] = set()
     sharded: set[Place] = set()
+    gathered: set[Place] = set()
     fully_sharded: set[Place] = set()
     for unit in plan.units:
         # What a divided unit has whole (a bias behind partial sums) is shared by all of its ranks.
@@ -151,6 +152,8 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
             both = {unit.layout.degree, 1}
         sharded |= both if unit.exchange in SHARDING else set()
         fully_sharded |= both if unit.exchange == "fully_sharded" else set()
+        in_rows = unit.exchange in (*SHARDING, "topk", "int8")
+        gathered |= both if in_rows else set()
     parts = {unit.layout for unit in subset_units(plan)}
     by_host = {
         (unit.layout.degree, unit.peers_per_host) for unit in plan.units if unit.peers_per_host > 1
@@ -159,7 +162,7 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     tensors = (*model.parameters(), *model.buffers())
     world = make_world(
         placement, degrees, device, limit, sharded, fully_sharded, parts, by_host,
-        crossing=crossing, host_count=local.hosts if local else 1,
+        gathered=gathered, crossing=crossing, host_count=local.hosts if local else 1,
         host_tensors=any(t.device.type == "cpu" for t in tensors),
     )  # fmt: skip
     watch = Watchdog(world.rank, len(placement), limit, run=next(_runs))

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..executor.comm.groups import Group
 from ..executor.comm.moments import now, seconds_between
+from ..executor.comm.two_way import all_to_all, gather_rows
 from ..planner.schema.cluster import Collective, CollectiveCurve
 from ..planner.schema.curve import Curve
 
@@ -58,6 +60,7 @@ class MeasuredGroup:
     ranks: tuple[int, ...]
     member: int
     device: torch.device
+    opposite: dist.ProcessGroup | None = None
     seconds: dict[Call, list[float]] = field(default_factory=dict)
     _space: dict[str, Tensor] = field(default_factory=dict)
 
@@ -73,16 +76,25 @@ class MeasuredGroup:
         issue = self._issued(collective, count)
 
         def run() -> None:
-            work = issue(group=self.handle, async_op=True)
+            work = issue()
             if work is not None:
                 work.wait()
 
         return run
 
-    def _issued(self, collective: Collective, count: int) -> Callable[..., dist.Work | None]:
-        """The collective with its tensors, to be issued on a group."""
+    @property
+    def group(self) -> Group:
+        """As the executor has groups."""
+        on_stream = self.device.type == "cuda"
+        return Group(
+            self.ranks, self.member, self.handle, "measured", on_stream, opposite=self.opposite
+        )
+
+    def _issued(self, collective: Collective, count: int) -> Callable[[], dist.Work | None]:
+        """What issues the collective with its tensors."""
+        how: dict[str, Any] = {"group": self.handle, "async_op": True}
         if collective == "all_reduce":
-            return partial(dist.all_reduce, self._tensor("out", count))
+            return partial(dist.all_reduce, self._tensor("out", count), **how)
         # Gradients are added up by NCCL; see [Note: Sums and rows on a device's streams] in
         # executor/gradients/sharded.py. Partial sums inside a unit are not, but are taken for that.
         adds_up = collective == "reduce_scatter" and self.device.type == "cuda"
@@ -93,10 +105,14 @@ class MeasuredGroup:
             each = -(-count // max(parts, 1))
             splits = [0 if m == self.member else each for m in range(self.size)]
             out, into = self._tensor("out", sum(splits)), self._tensor("into", sum(splits))
-            return partial(dist.all_to_all_single, into, out, splits, splits)
+            return lambda: all_to_all(into, out, splits, splits, self.group)[0]
         shard = self._tensor("out", -(-count // self.size))
         full = self._tensor("into", shard.numel() * self.size)
-        return partial(_SCATTER, shard, full) if adds_up else partial(_ALL_GATHER, full, shard)
+        if adds_up:
+            return partial(_SCATTER, shard, full, **how)
+        if self.opposite is None:
+            return partial(_ALL_GATHER, full, shard, **how)
+        return lambda: gather_rows(full.view(self.size, -1), shard, self.group)[0]
 
     def _tensor(self, use: str, count: int) -> Tensor:
         """All sizes share their memory: it is there, and known, when a size is timed."""

@@ -93,7 +93,9 @@ def probe(
         measured.append((level, group_sets, group))
         # With the group's buffers, which a run has for as long.
         taken = max(taken, taken_bytes(where))
-        dist.destroy_process_group(group.handle)
+        for handle in (group.handle, group.opposite):
+            if handle is not None:
+                dist.destroy_process_group(handle)
     devices, memories = _with_reserves(devices, where, taken)
     # All plan from rank 0's figures, to the last digit.
     answer: list[Any] = [_cluster(hosts, devices, measured, interference, rates, memories)]
@@ -213,9 +215,16 @@ def join(sets: GroupSets, device: torch.device) -> MeasuredGroup:
     # By every rank, member or not, which nobody waits for. Among its members only torch would name
     # a group after its ranks: a second one of that name finds the addresses of the first, which are
     # gone, where a member is not there yet.
-    handles = [dist.new_group(list(ranks), backend=backend) for ranks in sets]
-    ranks, handle = next(pair for pair in zip(sets, handles, strict=True) if rank in pair[0])
-    return MeasuredGroup(handle, ranks, ranks.index(rank), device)
+    mine = next(ranks for ranks in sets if rank in ranks)
+
+    def made() -> dist.ProcessGroup:
+        handles: list[dist.ProcessGroup]
+        handles = [dist.new_group(list(ranks), backend=backend) for ranks in sets]
+        return handles[sets.index(mine)]
+
+    handle = made()
+    opposite = made() if backend == "gloo" else None
+    return MeasuredGroup(handle, mine, mine.index(rank), device, opposite)
 
 
 def _cluster(

@@ -29,22 +29,6 @@ def release_comm_buffers(tensors: Iterable[Tensor]) -> None:
             tensor.data = tensor.new_empty(0)
 
 
-def gather_rows(rows: Tensor, own: Tensor, group: Group) -> tuple[dist.Work | None, list[Tensor]]:
-    """Starts to put the ``own`` elements of every rank of the group into a row each; what is under
-    way, and the tensors that the library has. Collective."""
-    mine = alias_for_comm(own)
-    if group.on_stream and rows.is_contiguous():
-        # Into a list NCCL's backend gathers by way of memory of its own, and copies each part
-        # (ProcessGroupNCCL::allgather, ``newLikeFlat``).
-        into = alias_for_comm(rows.view(-1))
-        # torch 2.13 renamed it; the old name warns there.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(into, mine, group=group.handle, async_op=True), [into, mine]
-    parts = [alias_for_comm(row) for row in rows]
-    work = dist.all_gather(parts, mine, group=group.handle, async_op=True)
-    return work, [*parts, mine]
-
-
 def scatter_sums(own: Tensor, rows: Tensor, group: Group) -> tuple[dist.Work | None, list[Tensor]]:
     """Starts to add up the ``rows``, one for each rank of the group, over all ranks: the sum of its
     own row into ``own``. Collective, on a device's streams."""

@@ -53,6 +53,10 @@ class Group:
     """Whether its collectives run on a device's streams, where a wait does not hold the host."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where it carries tensors of its own making: on the host unless on a device's streams."""
+    opposite: dist.ProcessGroup | None = None
+    """On gloo, a second process group of the same ranks for what goes to lower ones, so that
+    messages each way do not wait for each other; see [Note: Two process groups for the two ways] in
+    two_way.py. None where all that it carries is all-reduced, and on a device's streams."""
 
     @property
     def size(self) -> int:
@@ -154,13 +158,15 @@ def make_world(
     subsets: Iterable[Layout] = (),
     by_host: Iterable[tuple[int, int]] = (),
     *,
+    gathered: Collection[Place] = (),
     crossing: bool = False,
     host_count: int = 1,
     host_tensors: bool = True,
 ) -> World:
     """Creates the groups for layouts of ``degrees`` and for ``subsets``, layouts that leave ranks
     idle, for tensors on ``device``; with ``crossing`` also one for what goes straight from one
-    division to another. ``by_host`` are (degree, peers on a host) of gradients that are exchanged
+    division to another. ``gathered`` are places whose gradients are not all-reduced but gathered,
+    or sharded. ``by_host`` are (degree, peers on a host) of gradients that are exchanged
     by host, on gloo. With a ``host_count`` above 1 the positions are divided into so many equal
     runs, hosts that train apart, for one of which all else is said. Without
     ``host_tensors``, none of the model being on the host, groups on GPUs have no sockets of gloo
@@ -177,8 +183,12 @@ def make_world(
     # None: all that the default group has, for tensors of the host and of devices.
     backend = None if host_tensors or not _has_device_backend(device) else DEVICE_BACKEND
 
-    def make(label: str, divisions: Sequence[Sequence[int]]) -> Group:
-        return make_by(label, divisions, backend)
+    def make(label: str, divisions: Sequence[Sequence[int]], *, two_way: bool = False) -> Group:
+        found = make_by(label, divisions, backend)
+        # Not by ``found``: who is idle there is alone, and takes part in making the groups too.
+        if not two_way or _has_device_backend(device):
+            return found
+        return replace(found, opposite=make_by(f"{label}, to lower ranks", divisions).handle)
 
     all_hosts, apart = _groups_between(rank, placement, size, device, limit)
     world = World(
@@ -197,22 +207,22 @@ def make_world(
         same = [layout.peers(member) for member in range(layout.degree)]
         if layout.degree > 1:
             groups = [layout.group(g) for g in range(layout.groups)]
-            world.redistribution[place] = make(f"redistribution{told}", groups)
-        world.gradients[place] = make(f"exchange{short}", same)
+            world.redistribution[place] = make(f"redistribution{told}", groups, two_way=True)
+        world.gradients[place] = make(f"exchange{short}", same, two_way=place in gathered)
         world.statistics[place] = make(f"statistics{short}", same)
         if place in sharded:
-            world.updated_chunks[place] = make(f"updated chunks{told}", same)
+            world.updated_chunks[place] = make(f"updated chunks{told}", same, two_way=True)
             world.full_gradients[place] = make(f"full gradients{told}", same)
         if place in fully_sharded:
-            world.unshards[place] = make(f"unshards{told}", same)
+            world.unshards[place] = make(f"unshards{told}", same, two_way=True)
     world.agreed.update(_agreed_groups(make, size, host_count, places))
     _add_host_groups(world, make, by_host)
     if crossing:
-        world.crossings[range(size)] = make("redistribution", everyone)
+        world.crossings[range(size)] = make("redistribution", everyone, two_way=True)
     for layout in subset_layouts:
         for span in (range(size), layout.positions):
             if span not in world.crossings:
-                world.crossings[span] = make("redistribution in parts", [span])
+                world.crossings[span] = make("redistribution in parts", [span], two_way=True)
     return world
 
 

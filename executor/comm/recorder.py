@@ -69,9 +69,10 @@ class StepRecorder:
         # On a device's streams the moments of a group on the host would be those of another clock.
         on_device = device.type == "cuda"
         self._groups: dict[Any, Group] = {
-            group.handle: group
+            handle: group
             for group in groups
-            if group.handle is not None and group.on_stream == on_device
+            for handle in (group.handle, group.opposite)
+            if handle is not None and group.on_stream == on_device
         }
         self.computing: list[Stretch] = []
         self.waits: list[Stretch] = []

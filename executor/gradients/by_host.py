@@ -34,6 +34,7 @@ from ...planner.cost.collectives import ring_bytes
 from ...planner.simulate.slicing import SliceSpec
 from ..comm.buffers import alias_for_comm, release_comm_buffers
 from ..comm.groups import Group, HostGroups
+from ..comm.two_way import all_to_all
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import IssueQueue
 from .buckets import GradParam
@@ -121,11 +122,8 @@ class Stages:
     ) -> None:
         """Sends runs of ``out`` to the ranks of the host, and receives theirs ``into``."""
         width = out.element_size()
-        tensors = [alias_for_comm(as_bytes(t)) for t in (into, out)]
         counts = [[width * n for n in numbers] for numbers in (received, sent)]
-        work = dist.all_to_all_single(
-            tensors[0], tensors[1], counts[0], counts[1], group=group.handle, async_op=True
-        )
+        work, tensors = all_to_all(as_bytes(into), as_bytes(out), counts[0], counts[1], group)
         self._watch.wait(work, group, message.doing)
         release_comm_buffers(tensors)
 

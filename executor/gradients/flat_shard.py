@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.schema.errors import RunError
-from ..comm.buffers import gather_rows, release_comm_buffers
+from ..comm.buffers import release_comm_buffers
 from ..comm.control import digest
 from ..comm.groups import Group
+from ..comm.two_way import gather_rows
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
 from .pending import WaitingGradient, bare, vacating

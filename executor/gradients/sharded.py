@@ -14,16 +14,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.plan import SHARDING
 from ...planner.simulate.slicing import SliceSpec
-from ..comm.buffers import alias_for_comm, gather_rows, scatter_sums
+from ..comm.buffers import scatter_sums
 from ..comm.groups import Group, World
 from ..comm.steps import parameters_of
+from ..comm.two_way import all_to_all, gather_rows
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import spawn, with_current_modes
 from ..redistribution.shard_gradient import Members
@@ -226,12 +226,8 @@ class ShardedSlice(Slice):
             # 16.8 MB among two ranks). An all-to-all sends half of that, and the parts are added up
             # where they arrive. This rank's own elements stay: no buffer has a row for them.
             rows = [int(peer != self.group_rank) for peer in range(self.group.size)]
-            into, out = self._comm_tensors = [
-                alias_for_comm(as_bytes(t)) for t in (self._wire, self._packed)
-            ]
-            self.work = dist.all_to_all_single(
-                into, out, rows, rows, group=self.group.handle, async_op=True
-            )
+            into, out = as_bytes(self._wire), as_bytes(self._packed)
+            self.work, self._comm_tensors = all_to_all(into, out, rows, rows, self.group)
 
     def _sums(self, averages: Mapping[GradParam, Tensor]) -> Tensor:
         """Where the sums of this rank's elements come: where their averages stand, or memory for

@@ -12,7 +12,8 @@ from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.plan import SHARDING, ExchangePolicy
 from ...planner.simulate import slicing
 from ...planner.simulate.slicing import GradientSize, SliceSpec
-from ..comm.buffers import alias_for_comm, gather_rows, release_comm_buffers
+from ..comm.buffers import alias_for_comm, release_comm_buffers
+from ..comm.two_way import gather_rows
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import abandon
 from .buckets import GradParam

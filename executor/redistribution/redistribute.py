@@ -37,15 +37,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.cost.ownership import Box, Form, TensorPlacement
 from ...planner.cost.redistribution import PositionTransfers, Transfer, position_transfers
 from ...planner.schema.errors import RunError
 from ...planner.schema.layout import Layout, data_parallel
-from ..comm.buffers import alias_for_comm, release_comm_buffers
+from ..comm.buffers import release_comm_buffers
 from ..comm.groups import Group
+from ..comm.two_way import all_to_all
 from ..comm.watchdog import Watchdog
 
 
@@ -201,19 +201,17 @@ class Mover:
         arriving = tensor.new_empty(sum(expects.values()))
         self._issued(doing, 0, self.group)
         # Bytes travel, so that every dtype does.
-        aliases = [alias_for_comm(tensor.view(torch.uint8)) for tensor in (arriving, buffer)]
-        work = dist.all_to_all_single(
-            aliases[0],
-            aliases[1],
+        work, held = all_to_all(
+            arriving.view(torch.uint8),
+            buffer.view(torch.uint8),
             [expects.get(m, 0) * width for m in order],
             [sends[m].numel() * width if m in sends else 0 for m in order],
-            group=self.group.handle,
-            async_op=True,
+            self.group,
         )
         self.meter.moves += 1
         if waits:
             self.meter.seconds += self.watch.wait(work, self.group, doing)
-            release_comm_buffers(aliases)
+            release_comm_buffers(held)
         else:  # who only gives need not wait until others take
             self.watch.follow(work, doing)
         self.meter.sent_bytes += buffer.numel() * width

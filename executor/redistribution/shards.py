@@ -24,8 +24,8 @@ from ...models.splits import join_parameter, slice_parameter
 from ...planner.schema.errors import InputError
 from ...planner.schema.layout import Layout, Style
 from ...planner.schema.plan import UnitPlan
-from ..comm.buffers import gather_rows
 from ..comm.groups import Group, Place, World
+from ..comm.two_way import gather_rows
 from ..comm.watchdog import Watchdog
 
 

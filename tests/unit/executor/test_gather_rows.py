@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.executor.comm.buffers import gather_rows
 from meshwright.executor.comm.groups import Group
+from meshwright.executor.comm.two_way import gather_rows
 from torch import Tensor
 
 
