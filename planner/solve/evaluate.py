@@ -348,11 +348,9 @@ def _with_reserved(done: Evaluation) -> Prediction:
     # Here and not in each evaluation: searches make many, and none decides by it.
     if done.model.profile.device_type != "cuda":
         return done.prediction
-    memory = memory_of(done.model)
-    by_position = [
-        reserved_bytes(memory, done.decisions, peak) for peak in done.prediction.peak_bytes
-    ]
-    return msgspec.structs.replace(done.prediction, reserved_bytes=tuple(by_position))
+    peaks = done.prediction.peak_bytes
+    by_position = reserved_bytes(memory_of(done.model), done.decisions, peaks)
+    return msgspec.structs.replace(done.prediction, reserved_bytes=by_position)
 
 
 def _reserve_bytes(cluster: Cluster) -> int:
