@@ -48,8 +48,8 @@ _BELONGS = {
 # Options that every host is told as they were given here.
 _PASSED_ON = (
     "steps", "timeout", "report", "background", "background_limit", "background_memory",
-    "background_at_end", "background_grace", "background_log", "checkpoint", "checkpoint_every",
-    "resume", "progress", "trace", "tensorboard", "json",
+    "background_gpu_memory", "background_at_end", "background_grace", "background_log",
+    "checkpoint", "checkpoint_every", "resume", "progress", "trace", "tensorboard", "json",
 )  # fmt: skip
 
 

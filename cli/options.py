@@ -340,6 +340,9 @@ LaunchBackgroundLimit = Annotated[
 BackgroundMemory = Annotated[
     int | None, amount("Most data of each of its processes, such as 4GiB.")
 ]
+BackgroundGpuMemory = Annotated[
+    int | None, amount("Most of each GPU's memory that it may have, such as 8GiB.")
+]
 BackgroundAtEnd = Annotated[
     str | None,
     typer.Option(

@@ -6,6 +6,7 @@ planner/memory/timeline.py).
 """
 
 import os
+import socket
 import sys
 import warnings
 import weakref
@@ -44,6 +45,13 @@ def free_bytes(device: torch.device) -> int | None:
         # What torch's allocator keeps of freed memory is taken as far as the driver can tell.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + kept
+    free_here = host_free_bytes()
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return free_here // ranks if free_here is not None else None
+
+
+def host_free_bytes() -> int | None:
+    """What this host and its control group have left. None where nobody knows."""
     known = []
     with suppress(OSError):  # no Linux
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
@@ -52,27 +60,106 @@ def free_bytes(device: torch.device) -> int | None:
         limit, used = (path.read_text().strip() for path in _GROUPS)
         if limit.isdigit():  # else "max": none is set
             known.append(max(int(limit) - int(used), 0))
-    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    return min(known) // ranks if known else None
+    return min(known, default=None)
+
+
+def kept_pinned_bytes() -> int:
+    """What torch's allocator keeps of pinned memory that was freed, for what is pinned next."""
+    stats = torch.cuda.host_memory_stats()
+    # torch 2.13 names all of it ``allocated`` and what is in use ``active``; earlier releases
+    # ``reserved`` and ``allocated``.
+    allocated = int(stats.get("allocated_bytes.current", 0))
+    whole = int(stats.get("reserved_bytes.current", allocated))
+    return max(whole - int(stats.get("active_bytes.current", allocated)), 0)
 
 
 def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Raises ``InputError`` on every rank where some rank has less free than the plan is predicted
-    to need there. Collective; what the model and the optimizer hold already is not needed anew."""
-    plan = run.plan
-    if not plan.prediction.peak_bytes:
-        return
-    free = free_bytes(device_of(model))
-    there = _bytes([*model.parameters(), *model.buffers(), *_state(optimizer)])
-    needed = max(plan.prediction.peak_bytes[run.world.position] - there, 0)
-    mine = [needed, -1 if free is None else free]
-    rows = run.control.gather(mine, "the check of free memory", whole=False).rows()
-    # Asked after the gather: ranks may have been given different environments, and all must come.
+    to need there, or some host less than its ranks pin. Collective; what the model and the
+    optimizer hold already is not needed anew."""
+    ranks, hosts = _ranks(run, model, optimizer), _hosts(run, device_of(model))
+    # Asked after they were gathered: ranks may have been given different environments, and all must
+    # come.
     if os.environ.get(SWITCH) == "0":
         return
-    for rank, (needs, has) in zip(sorted(run.world.placement), rows, strict=True):
+    for rank, (needs, has) in zip(sorted(run.world.placement), ranks, strict=False):
         if has >= 0 and needs > max(has, SPARE_BYTES):
-            raise InputError(refusal(plan, rank, int(needs), int(has)))
+            raise InputError(refusal(run.plan, rank, int(needs), int(has)))
+    for host in hosts:
+        if host.free_bytes is not None and host.needed_bytes > max(host.free_bytes, SPARE_BYTES):
+            raise InputError(host.refusal(run.plan))
+
+
+def _ranks(run: Run, model: nn.Module, optimizer: Optimizer | None) -> list[list[float]]:
+    """What each rank needs of its device besides what it holds, and has free (-1: nobody knows);
+    nothing where the plan does not say. Collective."""
+    peaks = run.plan.prediction.peak_bytes
+    if not peaks:
+        return []
+    free = free_bytes(device_of(model))
+    there = _bytes([*model.parameters(), *model.buffers(), *_state(optimizer)])
+    needed = max(peaks[run.world.position] - there, 0)
+    mine = [needed, -1 if free is None else free]
+    return run.control.gather(mine, "the check of free memory", whole=False).rows()
+
+
+class PinnedOnHost(NamedTuple):
+    """What the ranks of one host need of its pinned memory, and what it has free (None: nobody
+    knows)."""
+
+    name: str
+    ranks: tuple[int, ...]
+    needed_bytes: int
+    free_bytes: int | None
+
+    def refusal(self, plan: Plan) -> str:
+        """Why its ranks cannot run the plan, and what would help."""
+        offloads = any(unit.memory == "offload" for unit in plan.units)
+        mirrors = any(unit.feedback == "host_mirror" for unit in plan.units)
+        forbidden = ("offload",) * offloads + ("host_mirror",) * mirrors
+        several = len(self.ranks) > 1
+        return (
+            f"host {self.name} has {_mib(self.free_bytes or 0)} of memory free, and its "
+            f"{'ranks' if several else 'rank'} {', '.join(map(str, self.ranks))} "
+            f"{'need' if several else 'needs'} up to {_mib(self.needed_bytes)} of pinned memory "
+            f"there for {' and '.join(_PINNED[name] for name in forbidden)}: free some, plan with "
+            f"{' '.join(f'--forbid {name}' for name in forbidden)}, or set {SWITCH}=0"
+        )
+
+
+_PINNED = {"offload": "feature maps that are offloaded", "host_mirror": "mirrors on the host"}
+
+
+def _hosts(run: Run, device: torch.device) -> list[PinnedOnHost]:
+    """What each host's ranks pin, where the plan pins any. Collective."""
+    pinned = run.plan.prediction.pinned_bytes
+    # The same on all ranks, as they have the same plan.
+    if not pinned:
+        return []
+    needed, free = 0, host_free_bytes()
+    if pins(device):
+        needed = pinned[run.world.position]
+        free = None if free is None else free + kept_pinned_bytes()
+    # Of all hosts that train: where these train apart, each has its own plan's memory.
+    everyone, doing = run.everyone, "the check of the hosts' free memory"
+    rows = everyone.gather([needed, -1 if free is None else free], doing, whole=False).rows()
+    found: dict[str, PinnedOnHost] = {}
+    for rank, (name, (needs, has)) in enumerate(
+        zip(everyone.texts(socket.gethostname(), doing), rows, strict=True)
+    ):
+        one = found.get(name, PinnedOnHost(name, (), 0, None))
+        # Containers of one host may have limits of their own: the least counts.
+        left = [int(has)] if has >= 0 else []
+        left += [] if one.free_bytes is None else [one.free_bytes]
+        found[name] = PinnedOnHost(
+            name, (*one.ranks, rank), one.needed_bytes + int(needs), min(left, default=None)
+        )
+    return list(found.values())
+
+
+def pins(device: torch.device) -> bool:
+    """Whether copies of what is on the device lie in its host's pinned memory."""
+    return device.type == "cuda"
 
 
 def refusal(plan: Plan, rank: int, needed_bytes: int, free: int) -> str:

@@ -112,18 +112,39 @@ def _set_tf32(traits: PrecisionTraits) -> None:
 
 
 @contextmanager
+def tf32_kept() -> Iterator[None]:
+    """Afterwards torch's settings for TF32 are as they were."""
+    convolutions = torch.backends.cudnn.allow_tf32
+    products = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = convolutions
+        torch.set_float32_matmul_precision(products)
+
+
+def forbid_tf32() -> bool:
+    """From now on float32 is computed in full; whether some of it was not."""
+    # By default torch lets convolutions have it, and products not.
+    allowed = torch.backends.cudnn.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+    _set_tf32(PRECISIONS["float32"])
+    return allowed
+
+
+@contextmanager
 def measured_in(workload: Workload, precision: str | None) -> Iterator[Workload]:
     """``in_precision`` for as long as it is measured: afterwards the model and torch's settings are
     as they were."""
-    model, tf32 = unwrapped(workload.model), torch.backends.cudnn.allow_tf32
-    products, known = torch.get_float32_matmul_precision(), model.__dict__.get(_AUTOCAST)
+    model = unwrapped(workload.model)
+    known = model.__dict__.get(_AUTOCAST)
     before = [(p, p.data, p.grad) for p in model.parameters()]
     # Modules put other objects in their buffers' place, unlike parameters'.
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     for parameter, _, _ in before:
         parameter.grad = None  # a gradient must be of its parameter's type
     try:
-        yield in_precision(workload, precision)
+        with tf32_kept():
+            yield in_precision(workload, precision)
     finally:
         _forget(model)
         if known is not None:  # it trains so already
@@ -136,8 +157,6 @@ def measured_in(workload: Workload, precision: str | None) -> Iterator[Workload]
             # One by one, as a scripted module's take no others.
             for name, buffer in then.items():
                 now[name] = buffer
-        torch.backends.cudnn.allow_tf32 = tf32
-        torch.set_float32_matmul_precision(products)
 
 
 class _Autocast:

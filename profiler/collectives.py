@@ -43,6 +43,7 @@ LONG_S, FEWEST = 0.1, 3
 
 # torch 2.13 renamed it; the old name warns there.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 Call = tuple[Collective, int]
@@ -82,7 +83,10 @@ class MeasuredGroup:
         """The collective with its tensors, to be issued on a group."""
         if collective == "all_reduce":
             return partial(dist.all_reduce, self._tensor("out", count))
-        if collective in ("all_to_all", "reduce_scatter"):
+        # Gradients are added up by NCCL; see [Note: Sums and rows on a device's streams] in
+        # executor/gradients/sharded.py. Partial sums inside a unit are not, but are taken for that.
+        adds_up = collective == "reduce_scatter" and self.device.type == "cuda"
+        if collective in ("all_to_all", "reduce_scatter") and not adds_up:
             # The executor scatters so too and adds up what has come: gloo's own reduce-scatter is
             # an all-reduce inside and sends twice as much.
             parts = self.size - (collective == "all_to_all")
@@ -92,7 +96,7 @@ class MeasuredGroup:
             return partial(dist.all_to_all_single, into, out, splits, splits)
         shard = self._tensor("out", -(-count // self.size))
         full = self._tensor("into", shard.numel() * self.size)
-        return partial(_ALL_GATHER, full, shard)
+        return partial(_SCATTER, shard, full) if adds_up else partial(_ALL_GATHER, full, shard)
 
     def _tensor(self, use: str, count: int) -> Tensor:
         """All sizes share their memory: it is there, and known, when a size is timed."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..executor.comm.setups import device_name, software
+from ..executor.headroom import overflowed
 from ..models.compiled import CompiledRegions, ancestors, uncompiled
 from ..models.precision import measured_in
 from ..models.replay import capture, preserved
@@ -133,7 +134,7 @@ def _profile(
         with every_layer(workload.model), preserved(workload.model):
             if batches and room_bytes is not None:
                 batches = _fitting(job, found, batches, room_bytes, few.size)
-            measured = list(_measure(job, found, batches, repeats))
+            measured = sorted(_measure(job, found, batches, repeats), key=lambda m: m.batch)
             units = _units(job, found, measured, degrees)
             units = _with_fidelity(job, units, measured[len(measured) // 2].batch)
     types = [p.dtype for p in workload.model.parameters() if p.is_floating_point()]
@@ -209,6 +210,7 @@ def _measure(
         raise InputError(f"batch size {sizes[0]} cannot be measured: give at least 1")
     refused: list[str] = []
     taken: list[int] = []
+    short = False
     for i, size in enumerate(sizes):
         job.report(0.1 + 0.6 * i / len(sizes), f"measuring a batch of {size}")
         share = 0.1 + 0.6 * (i + 1) / len(sizes)
@@ -216,7 +218,9 @@ def _measure(
             measured = _measure_batch(job, found, size, repeats, share)
         except Exception as error:
             # A batch of one has no statistics where normalisation sees one pixel; a loss over pairs
-            # wants an even one. Other sizes tell as much.
+            # wants an even one. Other sizes tell as much, smaller ones where memory was short.
+            job.workload.model.zero_grad()
+            short |= overflowed(error)
             refused.append(f"a batch of {size} with {type(error).__name__}: {error}")
             continue
         yield measured
@@ -228,7 +232,8 @@ def _measure(
             if 2 * done > LONGEST_STEP_S or late:
                 break
     if refused and len(taken) == 1:
-        yield _measure_batch(job, found, 2 * taken[0], repeats, 0.7)
+        another = taken[0] // 2 if short and taken[0] > 1 else 2 * taken[0]
+        yield _measure_batch(job, found, another, repeats, 0.7)
     if not taken:
         raise InputError(f"the model refuses {refused[0]}; measure others with --batches")
     if refused and batches:

@@ -3,11 +3,14 @@
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..comm.moments import Moment, has_come, now, seconds_between
 from ..comm.steps import after_each_step
 from ..comm.watchdog import Watchdog
 from .protocol import VARIABLE, Kind, PacerMessage
@@ -22,13 +25,19 @@ class Signals:
 
     Waits are known by their place in the step: the k-th of a step is expected to take what the k-th
     of the steps before took, the shorter of the last two.
+
+    Where steps are a GPU's, ``device``, they are told when it has made them, with its own time: its
+    host is ahead, and knows only what it has launched.
     """
 
-    def __init__(self, descriptor: int, foreground: int, rank: int) -> None:
+    def __init__(
+        self, descriptor: int, foreground: int, rank: int, device: torch.device | None = None
+    ) -> None:
         self._descriptor: int | None = descriptor
-        self._foreground, self._rank = foreground, rank
+        self._foreground, self._rank, self._device = foreground, rank, device
         self._steps = 0
-        self._ended_s: float | None = None
+        self._ends: deque[Moment] = deque()
+        """Of the last step that was told, and of those after it."""
         self._thread: int | None = None
         self._place = 0
         self._taken: list[float] = []
@@ -55,11 +64,12 @@ class Signals:
         return goes_on
 
     def stepped(self) -> None:
-        now_s, self._thread = time.monotonic(), threading.get_ident()
-        if self._ended_s is not None:
+        self._thread = threading.get_ident()
+        self._ends.append(time.monotonic() if self._device is None else now(self._device))
+        while len(self._ends) > 1 and has_come(self._ends[1]):
+            start = self._ends.popleft()
             self._steps += 1
-            self._tell(Kind.STEPPED, self._steps, now_s - self._ended_s)
-        self._ended_s = now_s
+            self._tell(Kind.STEPPED, self._steps, seconds_between(start, self._ends[0]))
         # What was waited in the step that ends is what the next one expects; the shorter wait of
         # two steps, so that the background rather stops too early than runs into the rank's work.
         before = self._taken_before if len(self._taken_before) == len(self._taken) else self._taken
@@ -91,8 +101,10 @@ def tell_pacer(
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:  # nobody reads: the background and its pacer have ended
         return
-    signals = Signals(descriptor, watch.number, int(os.environ.get("LOCAL_RANK", "0")))
     trained = list(parameters)
-    if all(p.device.type == "cpu" for p in trained):  # elsewhere the host waits, not the device
+    device = next((p.device for p in trained if p.device.type != "cpu"), None)
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    signals = Signals(descriptor, watch.number, number, device)
+    if device is None:  # elsewhere the host waits, not the device
         watch.on_wait = signals.waiting
     after_each_step(trained, optimizer, lambda _: signals.stepped())

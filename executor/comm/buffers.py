@@ -43,3 +43,12 @@ def gather_rows(rows: Tensor, own: Tensor, group: Group) -> tuple[dist.Work | No
     parts = [alias_for_comm(row) for row in rows]
     work = dist.all_gather(parts, mine, group=group.handle, async_op=True)
     return work, [*parts, mine]
+
+
+def scatter_sums(own: Tensor, rows: Tensor, group: Group) -> tuple[dist.Work | None, list[Tensor]]:
+    """Starts to add up the ``rows``, one for each rank of the group, over all ranks: the sum of its
+    own row into ``own``. Collective, on a device's streams."""
+    into, out = alias_for_comm(own), alias_for_comm(rows.view(-1))
+    # torch 2.13 renamed it; the old name warns there.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(into, out, group=group.handle, async_op=True), [into, out]

@@ -32,6 +32,9 @@ DEVICE_BACKEND = "nccl"
 _handles: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
 GRACE_S = 5.0
 """A collective's own time limit beyond ours, so that our sentence comes before its error."""
+DEVICE_GRACE_S = 60.0
+"""So much later still on GPUs, where torch's watchdog ends the process, by a limit that counts from
+the moment at which a collective was issued and not from that at which it is needed."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +317,8 @@ def _make_group(
     assert default is not None, "World is made within a process group"
     known = _handles.setdefault(default, {})
     mine = Group((rank,), 0, None, label)
+    if backend != CONTROL_BACKEND and device.type == "cuda":
+        limit += timedelta(seconds=DEVICE_GRACE_S)
     for placement, positions in product(hosts, divisions):
         ranks = tuple(placement[p] for p in positions)
         key = (label, *sorted(ranks), backend, limit)

@@ -59,6 +59,7 @@ class Heartbeat:
         self.rank, self.size = rank, size
         self.alarm: Alarm | None = None
         """That another rank has given up, once this one has heard of it."""
+        self._beaten: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._store = store
         self._reader: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self.beats = not in_a_file(store)  # such a store grows with each key that is set
@@ -108,6 +109,20 @@ class Heartbeat:
             rank, mark, reason = self._reader.get(_ALARM).decode().split(" ", 2)
             if mark == self._marks[int(rank)]:
                 self.alarm = Alarm(int(rank), reason)
+
+    def tell_of_beats(self, look: Callable[[], None]) -> None:
+        """From now on ``look``, a method, is called at each beat, as long as its object lives."""
+        self._beaten = [one for one in self._beaten if one() is not None]
+        self._beaten.append(weakref.WeakMethod(look))
+
+    def beaten(self) -> None:
+        """Calls who asked to be told of beats."""
+        for one in self._beaten:
+            look = one()
+            if look is not None:
+                # A device that has failed raises whatever it is asked, where its user asks it too.
+                with contextlib.suppress(RuntimeError):
+                    look()
 
     def give_up(self, reason: str = "") -> None:
         """Tells the others that this rank waits no longer, so that they say so in time too."""
@@ -190,6 +205,7 @@ def _beat(
             mine.beat(number)
         except RuntimeError:  # the store has ended
             return
+        mine.beaten()
         del mine
         stop.wait(BEAT_S)
 

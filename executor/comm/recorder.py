@@ -30,7 +30,7 @@ from .worker_threads import in_worker
 
 COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_single", "all_gather_into_tensor", "all_to_all_single",
-    "broadcast",
+    "reduce_scatter_single", "reduce_scatter_tensor", "broadcast",
 )  # fmt: skip
 """The functions by which messages are sent here, as different versions of torch call them."""
 

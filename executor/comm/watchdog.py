@@ -2,6 +2,14 @@
 
 Each rank posts its place to the key-value store of the process group: a rank that never arrives
 cannot answer, but its last post can.
+
+[Note: Waits on a device's streams]
+There a wait holds the device and not the host, which is held later, where it asks the device for
+something: in the user's code as a rule (``loss.item()``), which knows no limit, and torch's own
+watchdog then ends the process without a word on where the others are. So each wait leaves a moment
+behind it on the stream that computes, and the heartbeat's thread looks whether the device comes
+past it. Where it has not within the limit, the sentence is said on stderr, and the other ranks are
+let know. The moments hold no tensors, as the collectives themselves would.
 """
 
 from __future__ import annotations
@@ -9,6 +17,7 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import sys
 import time
 import weakref
 from collections import deque
@@ -25,8 +34,10 @@ from ...planner.schema.errors import InputError, RunError
 from .collective_log import CollectiveLog, debugging
 from .groups import Group
 from .heartbeat import Heard, Heartbeat, heartbeat_of, in_a_file
+from .moments import Moment, has_come, now
 from .recorder import StepRecorder
 from .stream_waits import StreamWaits
+from .worker_threads import spawn
 
 DEFAULT_TIMEOUT_S = 600.0
 POLL_S = 0.25
@@ -72,9 +83,14 @@ class Watchdog:
         self._cheap = self._store is not None and not in_a_file(self._store)
         self._doing = "start"
         self._followed: deque[_Followed] = deque()
+        self._on_stream: deque[_StreamWait] = deque()
+        """Waits of the device that it had not come past when it was looked last."""
+        self._progress_s = 0.0
         self._log: CollectiveLog | None = None
         if self.heartbeat is not None and debugging():
             self._log = CollectiveLog(distributed_c10d._get_default_store(), self.heartbeat, run)
+        if self.heartbeat is not None:
+            self.heartbeat.tell_of_beats(self.look)
         # Weak: what atexit holds would live, with all that it knows, until the process ends.
         atexit.register(_say_goodbye, weakref.ref(self))
 
@@ -124,6 +140,8 @@ class Watchdog:
             if group.on_stream:
                 with self.stream_waits.around(group):
                     work.wait()  # the stream waits and not the host: it returns at once
+                if self.heartbeat is not None and self.heartbeat.beats:
+                    self._on_stream.append(_StreamWait(now(group.device), doing))
             else:
                 with self._held():
                     self._wait_on_host(work, group, doing)
@@ -131,6 +149,28 @@ class Watchdog:
         if self._log is not None:
             self._log.compared(group)
         return 0.0 if group.on_stream else time.perf_counter() - start
+
+    def look(self) -> None:
+        """Looks whether this rank's device is held by a collective for longer than the limit; says
+        so, once. See [Note: Waits on a device's streams]."""
+        passed = False
+        while self._on_stream and has_come(self._on_stream[0].moment):
+            self._on_stream.popleft()
+            passed = True
+        now_s = time.monotonic()
+        if passed or not self._on_stream or not self._progress_s:
+            self._progress_s = now_s
+        elif now_s - self._progress_s >= self.timeout_s:
+            doing, held_s = self._on_stream[0].doing, now_s - self._progress_s
+            self._on_stream.clear()
+            # In another thread: it takes seconds, in which this one must beat.
+            spawn("meshwright stream wait", lambda: self._say_held(doing, held_s))
+
+    def _say_held(self, doing: str, held_s: float) -> None:
+        try:
+            self._give_up(doing, held_s)
+        except RunError as error:
+            print(error, file=sys.stderr, flush=True)
 
     def wait_for(self, done: Future[None]) -> float:
         """Waits for what another thread does, whose waits have their limits, and returns the
@@ -207,6 +247,13 @@ class Watchdog:
             self._store.set(f"{self._prefix}/{self.rank}", doing)
         except RuntimeError:
             self._cheap = False  # the store is gone: a wait will say so, a post must not fail
+
+
+class _StreamWait(NamedTuple):
+    """A wait of the device for a collective, and the moment behind it."""
+
+    moment: Moment
+    doing: str
 
 
 class _Followed(NamedTuple):

@@ -16,7 +16,7 @@ from ..comm.watchdog import Watchdog
 from .buckets import GradParam
 from .flat_shard import flat
 from .pending import bare
-from .sharded import ShardedGradGroup, ShardedSlice
+from .sharded import ShardedGradGroup, ShardedSlice, gathers_of
 
 
 class FullyShardedGradGroup(ShardedGradGroup):
@@ -34,9 +34,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
         assert channels.unshards is not None, "made for the degrees of fully sharded units"
         # Of their own, on another process group: the gradients of the last backward may still be on
         # their way while the parameters are put together.
-        self.unshard_slices = tuple(
-            ShardedSlice(s.params, s.slice_spec, channels.unshards) for s in self.slices
-        )
+        self.unshard_slices = gathers_of(self.slices, channels.unshards)
         self.resident, self.coming = True, False
         self.exposed = True
         """Whether code that is not the model's forward may hold its memory."""
@@ -57,8 +55,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
     def chunk_of(self, param: GradParam) -> Tensor:
         return self.chunks[param]
 
-    @property
-    def gathered_slices(self) -> tuple[ShardedSlice, ...]:
+    def _gathered(self) -> tuple[ShardedSlice, ...]:
         return ()  # parameters are put together when they are needed
 
     @property

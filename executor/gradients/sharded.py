@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.plan import SHARDING
 from ...planner.simulate.slicing import SliceSpec
-from ..comm.buffers import alias_for_comm, gather_rows
+from ..comm.buffers import alias_for_comm, gather_rows, scatter_sums
 from ..comm.groups import Group, World
 from ..comm.steps import parameters_of
 from ..comm.watchdog import Watchdog
@@ -130,8 +130,36 @@ class ParamSlice:
         return full[mine] if mine < many else rest[:0]
 
 
+# [Note: Sums and rows on a device's streams]
+# NCCL adds up what it scatters, over a ring that enters each host once; an all-to-all would send a
+# host as many copies as it has ranks. So there a slice is a reduce-scatter, of the gradient where
+# it lies if its rows do so one behind the other. Gradients that are rounded to travel stay with the
+# all-to-all, and are added up in their own type where they arrive.
+#
+# The rows of a slice of several lie apart in the parameter, and NCCL's backend would gather them by
+# way of memory of its own and copy each. All slices of a parameter together are its memory: there
+# they are gathered as one, and this rank's row is sent from where it lies, as NCCL allows.
+
+
+def gathers_of(
+    slices: Sequence[ShardedSlice], gather_group: Group | None = None
+) -> tuple[ShardedSlice, ...]:
+    """What the parameters of gradients in those slices are gathered by, in their order: the slices,
+    or on a device's streams whole parameters."""
+    found = []
+    for one in slices:
+        spec = one.slice_spec
+        if (gather_group or one.gather_group).on_stream and spec.parts > 1:
+            if spec.part:  # went with the first
+                continue
+            spec = SliceSpec(spec.parameters)
+        found.append(ShardedSlice(one.params, spec, gather_group))
+    return tuple(found)
+
+
 class ShardedSlice(Slice):
-    """Two collectives: gradients to the peers who own their elements, parameters from them."""
+    """Two collectives: gradients to the peers who own their elements, parameters from them. See
+    [Note: Sums and rows on a device's streams]."""
 
     def __init__(
         self, params: Sequence[GradParam], slice_spec: SliceSpec, gather_group: Group | None = None
@@ -155,6 +183,9 @@ class ShardedSlice(Slice):
         self.group_rank = spec.group_rank
         self.in_place = len(params) == 1 and spec.numel == spec.chunk_numel * spec.peers
         """Whether peers' elements are rows of equal length in the parameter's own memory."""
+        exact = params[0].wire_dtype == params[0].parameter.dtype
+        self.adds_up = self.group.on_stream and exact
+        """Whether the library adds up what peers send."""
 
     @property
     def bytes(self) -> int:
@@ -170,9 +201,12 @@ class ShardedSlice(Slice):
     def pack(
         self, gradients: Mapping[GradParam, Tensor], averages: Mapping[GradParam, Tensor]
     ) -> None:
-        """Copies what it will send out of the gradients, which it does not need after that, and
-        this rank's own elements into its ``averages``."""
+        """Takes what it will send out of the gradients, which it does not need after that, and
+        this rank's own elements into its ``averages`` unless these come with the sums."""
         wholes = [flat(gradients[s.param]) for s in self.param_slices]
+        if self.adds_up:
+            self._packed = self._as_rows(wholes).contiguous()
+            return
         peers, dtype = self.group.size - 1, self.params[0].wire_dtype
         self._packed = wholes[0].new_zeros(peers, self.width, dtype=dtype)
         for one, whole in zip(self.param_slices, wholes, strict=True):
@@ -180,8 +214,13 @@ class ShardedSlice(Slice):
 
     def send(self, gradients: dict[GradParam, Tensor]) -> None:
         assert self._packed is not None, "a slice that has not been packed"
-        self._wire = torch.empty_like(self._packed)
         self._arrived = False
+        if self.adds_up:
+            self._wire = self._sums(gradients)
+            if self._wire.numel():
+                self.work, self._comm_tensors = scatter_sums(self._wire, self._packed, self.group)
+            return
+        self._wire = torch.empty_like(self._packed)
         if self._wire.numel():
             # gloo's own reduce-scatter is an all-reduce inside (torch 2.13: it sends 16.8 MB of
             # 16.8 MB among two ranks). An all-to-all sends half of that, and the parts are added up
@@ -194,6 +233,14 @@ class ShardedSlice(Slice):
                 into, out, rows, rows, group=self.group.handle, async_op=True
             )
 
+    def _sums(self, averages: Mapping[GradParam, Tensor]) -> Tensor:
+        """Where the sums of this rank's elements come: where their averages stand, or memory for
+        those of several parameters, or of parts that are not equal."""
+        if self.in_place:
+            return averages[self.params[0]][self.param_slices[0].own]
+        assert self._packed is not None
+        return self._packed.new_empty(self.width)
+
     def wait_for_averages(
         self, averages: Mapping[GradParam, Tensor], watch: Watchdog, doing: str
     ) -> float:
@@ -205,6 +252,11 @@ class ShardedSlice(Slice):
         waited = watch.wait(self.work, self.group, doing)
         for one in self.param_slices:
             own = averages[one.param][one.own]
+            if self.adds_up:
+                if not self.in_place:
+                    own.copy_(self._wire[one.columns][: own.numel()])
+                own.div_(self.group.size)
+                continue
             others = self._wire[:, one.columns][:, : own.numel()]
             summed = others[0] if len(others) == 1 else others.sum(dim=0, dtype=own.dtype)
             own.add_(summed).div_(self.group.size)
@@ -227,8 +279,10 @@ class ShardedSlice(Slice):
         self._wire = self._as_rows(self._gathered)
         self._arrived = False
         if self._wire.numel():
-            # A copy of its own row, which is sent while the library may write the row.
-            own = self._wire[self.group_rank].clone() if own is None else own
+            if own is None:
+                own = self._wire[self.group_rank]
+                if not self.gather_group.on_stream:
+                    own = own.clone()  # it is sent while the library may write the row
             rows = as_bytes(self._wire)
             self.work, self._comm_tensors = gather_rows(rows, as_bytes(own), self.gather_group)
 
@@ -267,6 +321,8 @@ class ShardedGradGroup(GradGroup):
     def __init__(self, unit: int, params: Sequence[GradParam], limit_bytes: int) -> None:
         super().__init__(unit, params, limit_bytes)
         self.specs = {param: flat_shard_spec(param) for param in params}
+        self.gathered_slices = self._gathered()
+        """What updated parameters are gathered by, in forward order."""
         self.changed = False
         """Whether some rank has had gradients of it since parameters were last gathered."""
         self.pipeline: ShardedStepPipeline | None = None
@@ -279,9 +335,8 @@ class ShardedGradGroup(GradGroup):
     def in_flight(self) -> bool:
         return self._packed or super().in_flight
 
-    @property
-    def gathered_slices(self) -> tuple[ShardedSlice, ...]:
-        return self.slices
+    def _gathered(self) -> tuple[ShardedSlice, ...]:
+        return gathers_of(self.slices)
 
     def pack(self) -> None:
         """All slices take what they will send: nothing needs the whole gradients any more."""
@@ -316,8 +371,12 @@ class ShardedGradGroup(GradGroup):
 
     @property
     def is_completed(self) -> bool:
+        if self.pipeline is None:
+            return super().is_completed
         # After a step, it is the parameters that come.
-        return (self.pipeline is None or self.pipeline.has_sent(self)) and super().is_completed
+        return self.pipeline.has_sent(self) and all(
+            one.is_completed for one in self.gathered_slices
+        )
 
     @property
     def arrived(self) -> bool:

@@ -1,8 +1,9 @@
 """A background job beside a run: what the user asks for, what became of it in sentences for people,
 and the training of a second plan.
 
-``python -m meshwright.executor.launch.background PLAN`` trains a plan for one device here, from its
-checkpoint if there is one, until it is told to end; it then writes the checkpoint.
+``python -m meshwright.executor.launch.background PLAN [BYTES]`` trains a plan for one device here,
+in at most so many bytes of a GPU's memory, from its checkpoint if there is one, until it is told to
+end; it then writes the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
 AtEnd = Literal["finish", "stop"]
 LOG = "background.log"
 # Below normal, where NVIDIA's multi-process service shares the device (its manual, "Environment
-# Variables"); without it the driver gives contexts turns, and only pacing helps.
+# Variables"); without it the driver gives contexts turns, and only pacing helps. Priorities of
+# streams order the work of one process only.
 GPU_PRIORITY = (("CUDA_MPS_CLIENT_PRIORITY", "1"),)
+# The most of each GPU's memory, by their numbers, under the same service.
+GPU_MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 # A job that used less of a processor beside the foreground has hardly run.
 HARDLY = 0.01
+MIB = 2**20
 # Why it was held.
 _TO = {
     Hold.LEARN: "to learn what steps take without it",
@@ -47,10 +52,11 @@ class Background:
     """A job for what the foreground leaves idle on this host.
 
     ``run`` is a command, or the file of a plan for one device. ``limit`` is what the foreground's
-    step may be slowed by, ``memory_bytes`` the most data of each of its processes. At the
-    foreground's end it may ``finish`` (the default of a command), or is told to ``stop`` (that of a
-    plan, whose training has no end): SIGTERM, and SIGKILL after ``grace_s``. Its output is appended
-    to ``log``.
+    step may be slowed by, ``memory_bytes`` the most data of each of its processes and
+    ``gpu_memory_bytes`` the most of a GPU's memory (a plan's training keeps to it by itself, a
+    command where NVIDIA's multi-process service holds it to that). At the foreground's end it may
+    ``finish`` (the default of a command), or is told to ``stop`` (that of a plan, whose training
+    has no end): SIGTERM, and SIGKILL after ``grace_s``. Its output is appended to ``log``.
     """
 
     run: str
@@ -59,11 +65,17 @@ class Background:
     at_end: AtEnd | None = None
     grace_s: float = GRACE_S
     log: str = LOG
+    gpu_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_limit(self.limit)
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise InputError(f"a background memory of {self.memory_bytes} bytes cannot be")
+        if self.gpu_memory_bytes is not None and self.gpu_memory_bytes < MIB:
+            raise InputError(
+                f"a background GPU memory of {self.gpu_memory_bytes} bytes cannot be: give 1MiB or "
+                "more"
+            )
         if not 0 <= self.grace_s < float("inf"):
             raise InputError(f"a grace of {self.grace_s:g} s cannot be: give 0 or more")
         if self.at_end not in (None, "finish", "stop"):
@@ -82,13 +94,24 @@ class Background:
         """What the pacer is told. Raises ``InputError`` for a plan that cannot run so."""
         if self.is_plan:
             _check_plan(self.run)  # here, where the user reads it, and not only in the job's log
-            command: tuple[str, ...] = (sys.executable, "-m", __name__, self.run)
+            most = () if self.gpu_memory_bytes is None else (str(self.gpu_memory_bytes),)
+            command: tuple[str, ...] = (sys.executable, "-m", __name__, self.run, *most)
         else:
             command = command_of(self.run)
         return Settings(
             command=command, log=self.log, limit=self.limit, grace_s=self.grace_s,
-            memory_bytes=self.memory_bytes, environment=GPU_PRIORITY,
+            memory_bytes=self.memory_bytes, environment=(*GPU_PRIORITY, *self._gpu_limits()),
         )  # fmt: skip
+
+    def _gpu_limits(self) -> tuple[tuple[str, str], ...]:
+        if self.gpu_memory_bytes is None:
+            return ()
+        import torch  # takes seconds
+
+        # Each GPU has to be named. Whole megabytes, as the service has them.
+        gpus = range(torch.cuda.device_count())
+        each = ",".join(f"{gpu}={self.gpu_memory_bytes // MIB}M" for gpu in gpus)
+        return ((GPU_MEMORY, each),) if each else ()
 
 
 def _check_plan(file: str) -> Plan:
@@ -220,7 +243,7 @@ def has_ended(state: State, log: str) -> str:
 # -- the training of a second plan -----------------------------------------------------------------
 
 
-def train(file: Path) -> None:
+def train(file: Path, gpu_memory_bytes: int | None = None) -> None:
     """Trains the plan in ``file`` on this device until SIGTERM, and writes the checkpoint."""
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
@@ -237,6 +260,8 @@ def train(file: Path) -> None:
     chosen = workload(plan.target)
     try_out(chosen)
     device = start_process_group()
+    if gpu_memory_bytes is not None:
+        limit_gpu_memory(device, gpu_memory_bytes)
     model = chosen.model.to(device)
     optimizer = optimizer_for(plan.goal.optimizer, model.parameters(), LEARNING_RATE)
     apply(model, optimizer, plan)
@@ -248,7 +273,7 @@ def train(file: Path) -> None:
         number = int(state["step"])
         print(f"goes on from step {number} of {checkpoint}", flush=True)
     draw = drawing(chosen, plan.goal.batch)
-    with _low_priority(model, device):
+    with _in_short_pieces(model, device):
         while not told:
             spent = timed_step(chosen, plan, draw(number), optimizer)
             number += 1
@@ -261,14 +286,22 @@ def train(file: Path) -> None:
     print(f"wrote {checkpoint} after step {number}", flush=True)
 
 
-def _low_priority(model: torch.nn.Module, device: torch.device) -> AbstractContextManager[None]:
-    """On a GPU a stream of the lowest priority, and work in short pieces."""
+def limit_gpu_memory(device: torch.device, most_bytes: int) -> None:
+    """Lets torch's allocator have no more of a GPU's memory; nothing to do on a CPU."""
+    import torch
+
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(most_bytes / total, 1.0), device)
+
+
+def _in_short_pieces(model: torch.nn.Module, device: torch.device) -> AbstractContextManager[None]:
+    """On a GPU a stream of its own, and work in short pieces."""
     import torch
 
     if device.type != "cuda":  # the process's own priority does it all
         return nullcontext()
-    least, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
-    stream = torch.cuda.Stream(device, priority=least)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     # A stopped process's kernels that are queued already would still run, so no more than one
     # module's are queued.
@@ -283,4 +316,4 @@ def _low_priority(model: torch.nn.Module, device: torch.device) -> AbstractConte
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]))
+    train(Path(sys.argv[1]), *map(int, sys.argv[2:3]))

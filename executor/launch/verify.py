@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...models.compiled import Taken
 from ...models.opened import tensors_in
-from ...models.precision import in_precision
+from ...models.precision import forbid_tf32, in_precision, tf32_kept
 from ...models.replay import copied, fix_statistics, preserved
 from ...models.target import trial, try_out
 from ...models.units.chance import layer_drop_rates
@@ -113,6 +113,7 @@ class _Alone(NamedTuple):
     draws: list[Draw]
 
 
+@tf32_kept()
 def verify_on_ranks(
     plan: Plan,
     workload: Workload,
@@ -139,7 +140,7 @@ def verify_on_ranks(
     sizes, told = rank_zero_decides(lambda: _sizes(workload, size, plan))
     notes += told
     computed, note = together(lambda: _computable(workload, dtype, device))
-    dtype, notes = computed, [*notes, *note]
+    dtype, notes = computed, [*notes, *note, *_in_full(dtype, torch.device(device))]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     workload.model.to(device=device, dtype=_DTYPES[dtype]).train()
     together(lambda: _run_once(workload.model, batches[0]))
@@ -217,6 +218,16 @@ def _alone(workload: Workload, batches: list[Batch], progress: Progress) -> _Alo
     if chance:
         draws = draws_alone(workload, [batches[1]], SEED, draws_in(step_s), progress)
     return _Alone(trained, before, precision, notes, cause, kept, used, chance, draws)
+
+
+def _in_full(dtype: DtypeName, device: torch.device) -> list[str]:
+    """Lets nothing be computed in TF32, with a note where something would have been."""
+    # It rounds products to ten bits, and differently where a unit is divided: a thousand times what
+    # the yardstick of float32 allows.
+    allowed = forbid_tf32()
+    if not allowed or dtype == "float64" or device.type != "cuda":
+        return []
+    return ["compared in full float32, where training may use TF32"]
 
 
 def _chance(model: nn.Module, batch: Batch) -> str:

@@ -14,6 +14,13 @@ to the stream that computes. To free it earlier and tell the allocator who else 
 ahead by then (CUDACachingAllocator.cpp, ``process_events``). Backward calls back what was offloaded
 in the ``COPIES_AHEAD`` units before the one it is at, no earlier ones. The plan counts the same
 (``offloaded`` in planner/memory/prefetch_overlap.py). The host itself never waits.
+
+[Note: Pinned memory is used again]
+torch's allocator gives pinned memory out again when the copies that used it are over. A host that
+runs ahead would find none, and pin as much again for the next step, for good, as what is freed
+stays pinned. All copies run on one stream: so a block is free for the next copy as soon as its own
+copy back has been started there, and no more is ever pinned than is away at once, as the plan
+counts it (planner/memory/pinned.py).
 """
 
 from __future__ import annotations
@@ -59,26 +66,41 @@ class Host(Protocol):
 
 class PinnedHost:
     """Pinned memory, so that copies run beside the device's computing. One stream makes all copies,
-    in the order in which they are started."""
+    in the order in which they are started. See [Note: Pinned memory is used again]."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._free: dict[int, list[Tensor]] = {}
+        """Blocks that a copy which is started now may use, by their size."""
 
     def send(self, flat: Tensor) -> HostCopy:
-        return _PinnedCopy(flat, self.device, self._stream)
+        return _PinnedCopy(flat, self)
+
+    def block_for(self, size_bytes: int) -> Tensor:
+        """Pinned memory for so many bytes, and what is more than that."""
+        # The sizes that torch's own allocator has, so that blocks fit tensors of other sizes too.
+        rounded = 1 << (size_bytes - 1).bit_length()
+        free = self._free.get(rounded)
+        return free.pop() if free else pinned_block(rounded)
+
+    def give_back(self, block: Tensor) -> None:
+        """From now on the block is the next copy's: all that use it have been started."""
+        self._free.setdefault(len(block), []).append(block)
 
 
 class _PinnedCopy:
     """``_over`` is the end of the copy that is under way, which the computing stream has not waited
     for."""
 
-    def __init__(self, flat: Tensor, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._device, self._stream = device, stream
+    def __init__(self, flat: Tensor, host: PinnedHost) -> None:
+        self._host, self._device, self._stream = host, host.device, host.stream
         self._over: torch.cuda.Event | None = None
+        self._size = len(flat)
         self._on_device: Tensor | None = flat
-        self._pinned: Tensor | None = pinned_like(flat)
-        self._copy(self._pinned, flat)
+        self._block: Tensor | None = None
+        self._block = host.block_for(self._size)
+        self._copy(self._block[: self._size], flat)
 
     def _copy(self, into: Tensor, source: Tensor) -> None:
         # The kernel that made what is copied, or used the memory before, may still run.
@@ -93,35 +115,41 @@ class _PinnedCopy:
             self._over = None
 
     def leave(self) -> None:
-        if self._pinned is not None and self._on_device is not None:
+        if self._block is not None and self._on_device is not None:
             self._wait()
             self._on_device = None
 
     def prefetch(self) -> None:
         if self._on_device is None:
-            assert self._pinned is not None
+            assert self._block is not None
             # The memory is the computing stream's, which frees it.
-            there = torch.empty(self._pinned.shape, dtype=self._pinned.dtype, device=self._device)
-            self._copy(there, self._pinned)
-            # Until the copy is over the allocator keeps pinned memory.
-            self._on_device, self._pinned = there, None
+            there = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+            self._copy(there, self._block[: self._size])
+            self._on_device = there
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._block is not None:
+            self._host.give_back(self._block)
+            self._block = None
 
     def wait(self) -> Tensor:
         self.prefetch()
         assert self._on_device is not None
         # What has not left is read by its copy and by whoever asks, at once.
-        if self._pinned is None:
+        if self._block is None:
             self._wait()
         return self._on_device
 
     def __del__(self) -> None:
         # Freed memory is the computing stream's at once, and a copy may still read or write it.
         self._wait()
+        self._give_back()
 
 
-def pinned_like(flat: Tensor) -> Tensor:
-    """Pinned memory of the host for the same bytes."""
-    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+def pinned_block(size_bytes: int) -> Tensor:
+    """Pinned memory of the host."""
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def host_of(device: torch.device) -> Host | None:

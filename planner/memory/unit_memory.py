@@ -190,6 +190,10 @@ class MemoryModel:
         elif by_host:
             # One slice is added up and one put together, each in a buffer of its size.
             taken += 2 * min(trained, self.model.message_bytes)
+        if option.shards and not option.rounded and self.model.profile.device_type == "cuda":
+            # NCCL adds up what is sent, the rank's own elements among it: see [Note: Sums and rows
+            # on a device's streams] in executor/gradients/sharded.py.
+            taken += trained / option.layout.groups
         return taken + self.model.passing_bytes[k] * samples
 
     def own_input_bytes(self, k: int, option: Option, samples: int | None) -> float:

@@ -145,7 +145,8 @@ class Prediction(Record, frozen=True, kw_only=True):
     ``waiting_s`` is how much longer the slowest rank computes than a median one, where that is
     known: others wait for it, in ``blocking_s`` or ``exposed_s``. The measured step lies between
     ``low_s`` and ``high_s`` nine times in ten (none: not said). ``reserved_bytes`` is what torch's
-    allocator reserves of a GPU for them at least, by position (none on CPUs).
+    allocator reserves of a GPU for them at least, by position (none on CPUs); ``pinned_bytes`` what
+    each position takes of its host's pinned memory at most (none: nothing).
     """
 
     step_s: Seconds
@@ -163,6 +164,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     low_s: Seconds | None = None
     high_s: Seconds | None = None
     reserved_bytes: tuple[Bytes, ...] = ()
+    pinned_bytes: tuple[Bytes, ...] = ()
 
 
 class Provenance(Record, frozen=True, kw_only=True):
@@ -287,7 +289,10 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
             layout = msgspec.structs.replace(unit.layout, groups=groups)
             return msgspec.structs.replace(unit, layout=layout)
 
-        peaks = self.prediction.peak_bytes[:each]
+        seen = self.prediction
+        prediction = msgspec.structs.replace(
+            seen, peak_bytes=seen.peak_bytes[:each], pinned_bytes=seen.pinned_bytes[:each]
+        )
         return msgspec.structs.replace(
             self,
             world_size=each,
@@ -295,7 +300,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
             placement=tuple(range(each)),
             units=tuple(map(inside, self.units)),
             local_steps=None,
-            prediction=msgspec.structs.replace(self.prediction, peak_bytes=peaks),
+            prediction=prediction,
         )
 
     @property

@@ -15,7 +15,7 @@ from ..schema.layout import Layout, Style, lattice
 from ..schema.options import Option, allowed, feedbacks
 from ..schema.plan import MemoryPolicy
 from ..schema.profile import UnitProfile
-from .host_memory import may_offload
+from .host_memory import may_mirror, may_offload
 
 STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
 
@@ -132,7 +132,8 @@ def _lossy_exchanges(
             lossy = base._replace(exchange=curve.exchange, ratio=ratio)
             if lost_energy(model, k, lossy) <= energy_budget(model):
                 for way in ways:
-                    yield lossy._replace(feedback=way)
+                    if way != "host_mirror" or may_mirror(model, k, base):
+                        yield lossy._replace(feedback=way)
 
 
 def _rounded(

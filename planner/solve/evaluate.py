@@ -16,6 +16,7 @@ from ..cost.compute import busiest_samples
 from ..cost.cost import BUCKET_BYTES, CostModel
 from ..cost.ownership import group_samples, position_classes
 from ..cost.step_time import Chain, blocking_s
+from ..memory.pinned import pinned_by_position
 from ..memory.reserved import reserved_bytes
 from ..memory.timeline import MemoryPoint, PositionMemory, moment_of, peak_bytes, timeline
 from ..memory.unit_memory import memory_of
@@ -327,7 +328,7 @@ def plan_by(
         placement=model.placement,
         local_batch_sizes=model.local_batch_sizes,
         units=tuple(_unit_plan(ours, k) for k in range(len(decisions))),
-        prediction=_with_reserved(ours),
+        prediction=_with_allocators(ours),
         baseline=plain.prediction,
         baseline_fits=excess(plain.model, plain.memory).over_bytes <= 0,
         reserve_bytes=0 if goal.memory_limit_bytes is not None else _reserve_bytes(cluster),
@@ -343,14 +344,16 @@ def plan_by(
     return msgspec.structs.replace(plan, hypothetical=executor.refusals(plan))
 
 
-def _with_reserved(done: Evaluation) -> Prediction:
-    """The prediction with what an allocator reserves, where it is one of GPUs."""
+def _with_allocators(done: Evaluation) -> Prediction:
+    """The prediction with what is pinned on the hosts, and on GPUs what the allocator reserves."""
     # Here and not in each evaluation: searches make many, and none decides by it.
+    pinned = pinned_by_position(done.model, done.decisions)
+    prediction = msgspec.structs.replace(done.prediction, pinned_bytes=pinned)
     if done.model.profile.device_type != "cuda":
-        return done.prediction
-    peaks = done.prediction.peak_bytes
+        return prediction
+    peaks = prediction.peak_bytes
     by_position = reserved_bytes(memory_of(done.model), done.decisions, peaks)
-    return msgspec.structs.replace(done.prediction, reserved_bytes=by_position)
+    return msgspec.structs.replace(prediction, reserved_bytes=by_position)
 
 
 def _reserve_bytes(cluster: Cluster) -> int:

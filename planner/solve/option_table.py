@@ -36,7 +36,7 @@ from ..schema.layout import Layout
 from ..schema.options import Decisions, Option, allowed, ties_agree
 from .choices import STYLES, exchange_options, layouts_of, memory_policies, unit_options
 from .figures import SUMMED, EdgeFigures, Numbers, Reals, SharedEdges, State, UnitFigures
-from .host_memory import may_offload
+from .host_memory import allotted_bytes, may_offload
 
 Mask = npt.NDArray[np.bool_]
 Policy = tuple[tuple[str, Any], ...]
@@ -258,7 +258,8 @@ class OptionTable:
         never_together = tuple(share.never_together for share in unit.shares)  # zero for most units
         # All that these figures depend on: units that are alike in it share one block, but for the
         # energy that they lose.
-        key = self.states[k], self.figures.shape(k), around, offered, never_together
+        room = allotted_bytes(model, k, "mirrored")
+        key = self.states[k], self.figures.shape(k), around, offered, never_together, room
         if key not in self._exchanges:
             self._exchanges[key] = self._exchange(k)
         shared = self._exchanges[key]

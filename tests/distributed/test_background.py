@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,7 +15,13 @@ import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.background.job import background_job
 from meshwright.executor.background.protocol import VARIABLE, Kind, Settings, unpacked
-from meshwright.executor.launch.background import Background, idle_share, outlook
+from meshwright.executor.launch.background import (
+    GPU_MEMORY,
+    Background,
+    idle_share,
+    limit_gpu_memory,
+    outlook,
+)
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import UnitPlan
@@ -153,6 +160,7 @@ def test_a_killed_pacer_takes_it_along(tmp_path):
         ({"run": "true", "log": "/no/such/folder/log"}, "--background-log"),
         ({"run": "true", "at_end": "vanish"}, "finish or stop"),
         ({"run": "true", "grace_s": -1.0}, "grace"),
+        ({"run": "true", "gpu_memory_bytes": 5}, "1MiB or more"),
     ],
 )
 def test_a_users_mistake_is_one_sentence(wrong, remedy):
@@ -169,6 +177,32 @@ def test_a_plan_for_several_ranks_is_refused(tmp_path):
     save(plan_by_hand(2), tmp_path / "plan.json")
     with pytest.raises(InputError, match="2 ranks"):
         Background(str(tmp_path / "plan.json")).settings()
+
+
+def test_a_limit_of_gpu_memory_is_every_gpus(tmp_path, monkeypatch):
+    save(plan_by_hand(1), tmp_path / "small.json")
+    limited = Background(str(tmp_path / "small.json"), gpu_memory_bytes=3 << 30).settings()
+    assert limited.command[-2:] == (str(tmp_path / "small.json"), str(3 << 30))
+    assert GPU_MEMORY not in dict(limited.environment)  # there is none here
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    command = Background("true", gpu_memory_bytes=3 << 30).settings()
+    assert dict(command.environment)[GPU_MEMORY] == "0=3072M,1=3072M"
+    assert command.command == ("true",)
+    assert GPU_MEMORY not in dict(Background("true").settings().environment)
+
+
+def test_a_plans_training_keeps_to_it_by_itself(monkeypatch):
+    told = []
+    properties = SimpleNamespace(total_memory=16 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *args: told.append(args)
+    )
+    device = torch.device("cuda", 0)
+    limit_gpu_memory(device, 4 << 30)
+    limit_gpu_memory(device, 40 << 30)
+    limit_gpu_memory(torch.device("cpu"), 4 << 30)
+    assert told == [(0.25, device), (1.0, device)]
 
 
 def test_what_a_plan_leaves_idle_is_told():

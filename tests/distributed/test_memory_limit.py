@@ -11,11 +11,13 @@ from typing import NamedTuple
 import msgspec
 import pytest
 import torch
+from meshwright.executor import headroom
 from meshwright.executor.apply import apply
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.headroom import account, overflowed
 from meshwright.executor.launch.train import run_steps, train_step
+from meshwright.executor.memory import offload
 from meshwright.executor.optimizer.kinds import optimizer_for
 from meshwright.executor.parallel import is_parallel
 from meshwright.models import zoo as models
@@ -243,6 +245,31 @@ def refuses_before_the_first_step(rank: int) -> None:
 
 def test_what_is_not_free_is_refused_on_all_ranks(ranks):
     ranks(2)(refuses_before_the_first_step)
+
+
+def refuses_what_hosts_cannot_pin(rank: int) -> None:
+    workload = models.build("mlp")
+    found = discover(workload.model, workload.make_batch(3), workload.make_batch(2))
+    plain = plan_for(found, 2)
+    # Each rank's part is there, and not what both need together.
+    prediction = msgspec.structs.replace(plain.prediction, pinned_bytes=(2 * 2**27,) * 2)
+    units = tuple(msgspec.structs.replace(u, memory="offload") for u in plain.units)
+    plan = msgspec.structs.replace(plain, prediction=prediction, units=units)
+    with pytest.MonkeyPatch.context() as patch:
+        # As on a GPU, whose memory is not the host's.
+        patch.setattr(headroom, "pins", lambda device: True)
+        patch.setattr(headroom, "host_free_bytes", lambda: 3 * 2**27)
+        patch.setattr(offload, "host_of", lambda device: object())
+        with pytest.raises(InputError, match=r"^host .* ranks 0, 1 need .* --forbid offload"):
+            apply(workload.model, None, plan)
+        assert not is_parallel(workload.model)
+        patch.setenv("MESHWRIGHT_CHECK_MEMORY", "0")
+        apply(workload.model, None, plan)
+    assert is_parallel(workload.model)
+
+
+def test_what_hosts_cannot_pin_is_refused_on_all_ranks(ranks):
+    ranks(2)(refuses_what_hosts_cannot_pin)
 
 
 def accounts_for_what_it_held(rank: int) -> None:

@@ -20,7 +20,8 @@ Issued = list[tuple[tuple[int, ...], str, int]]
 group, and how many were issued there before."""
 # Of the two names the one that this torch does not warn of, and that is called.
 GATHERS = [n for n in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, n)][:1]
-COLLECTIVES = ("all_reduce", "all_gather", *GATHERS, "all_to_all_single", "broadcast")
+SCATTERS = [n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, n)][:1]
+COLLECTIVES = ("all_reduce", "all_gather", *GATHERS, *SCATTERS, "all_to_all_single", "broadcast")
 
 
 @contextmanager

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from collectives import told
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict, run_of
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import Plan
 from plans import plan, scheduled, unit
-from streams import Issued, check_one_order, on_streams, recorded
+from streams import COLLECTIVES, GATHERS, SCATTERS, Issued, check_one_order, on_streams, recorded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,6 +28,7 @@ KINDS = (
     "divided", "divided+priority", "divided+sharded", "divided+fully_sharded", "divided+early",
     "divided+recompute", "divided+priority+recompute", "burst", "burst+priority", "burst+sharded",
     "topk", "topk+in_place", "topk+mirror", "dropped", "int8", "bf16", "divided+bf16",
+    "sharded+bf16", "fully_sharded+bf16",
 )  # fmt: skip
 # What needs memory of a device's own.
 ON_DEVICE = ("offload", "divided+offload", "priority+offload", "topk+host_mirror")
@@ -122,6 +125,49 @@ def test_training_equals_one_process(ranks, kind):
     rows = ranks(2)(trains, kind)
     assert all(rows)
     check_one_order(rows)
+
+
+def carried(rank: int, kind: str) -> list[str]:
+    """The collectives that carry gradients and parameters in two steps."""
+    with on_streams() as device:
+        dtype = torch.float32 if "bf16" in kind else torch.float64
+        model = Net().to(device, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        apply(model, optimizer, made(kind), timeout_s=30)
+        world = run_of(model).world
+        groups = [*world.gradients.values(), *world.updated_chunks.values()]
+        groups += world.unshards.values()
+        mine = {str(g.handle.group_name) for g in groups if g.handle is not None}
+        found = []
+
+        def note(name: str, args: object, kwargs: dict[str, Any]) -> None:
+            if "group" in kwargs and str(kwargs["group"].group_name) in mine:
+                found.append(name)
+
+        with told(COLLECTIVES, note):
+            for step in range(2):
+                x, y = data(4, 10 * step + rank, device)
+                F.cross_entropy(model(x.to(dtype)), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model(x.to(dtype))
+        return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "divided+sharded", "fully_sharded"])
+def test_the_library_adds_up_and_gathers_in_one_piece(ranks, kind):
+    """No list of parts, of which NCCL's backend would copy each, and no all-to-all, which would
+    send a host as many copies of a gradient as it has ranks."""
+    for found in ranks(2)(carried, kind):
+        assert set(found) == {*GATHERS, *SCATTERS}
+        if kind == "sharded":
+            # Sums by slice, so that what is urgent can overtake; parameters each as a whole.
+            assert found.count(SCATTERS[0]) > found.count(GATHERS[0])
+
+
+def test_what_is_rounded_is_added_up_where_it_arrives(ranks):
+    for found in ranks(2)(carried, "sharded+bf16"):
+        assert set(found) == {*GATHERS, "all_to_all_single"}
 
 
 def leaves_in_backward(rank: int, kind: str) -> bool:

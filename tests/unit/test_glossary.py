@@ -39,6 +39,7 @@ PLAIN_OPTIONS = {
     # hardware, with its unit
     "--device", "--devices", "--nodes", "--devices-per-node", "--inter-gbit-s", "--intra-gbyte-s",
     "--inter-latency-us", "--intra-latency-us", "--memory-limit", "--background-memory",
+    "--background-gpu-memory",
     # seconds
     "--timeout", "--time-limit",
 }  # fmt: skip

@@ -84,6 +84,7 @@ WRONG = {
     ("launch", "--min-nodes"): WHOLE,
     ("launch", "--max-restarts"): ("abc", "0.5", "-1"),
     ("launch", "--background-memory"): SIZE,
+    ("launch", "--background-gpu-memory"): SIZE,
     ("launch", "--background-grace"): FROM_0,
 }
 CASES = [(*option, value) for option, values in WRONG.items() for value in values]

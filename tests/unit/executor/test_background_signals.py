@@ -87,6 +87,24 @@ def test_another_thread_that_waits_leaves_no_gap(pipe, clock):
     assert heard(read) == []
 
 
+def test_a_gpus_steps_are_told_when_it_has_made_them(pipe, monkeypatch):
+    """Its host has launched four steps before the first is over; the pacer learns what they took
+    there."""
+    read, write = pipe
+    launched, device_s = iter((0.0, 0.5, 1.1, 1.4)), 0.0
+    monkeypatch.setattr(told_from, "now", lambda device: next(launched))
+    monkeypatch.setattr(told_from, "has_come", lambda moment: moment <= device_s)
+    signals = Signals(write, 0, 0, torch.device("cuda", 0))
+    for _ in range(3):
+        signals.stepped()
+    assert [r.kind for r in heard(read)] == [Kind.BEGAN]
+    device_s = 1.2
+    signals.stepped()
+    told = heard(read)
+    assert [(r.kind, r.number) for r in told] == [(Kind.STEPPED, 1), (Kind.STEPPED, 2)]
+    assert [r.seconds for r in told] == pytest.approx([0.5, 0.6])
+
+
 def test_neither_a_full_pipe_nor_a_dead_pacer_holds_the_rank_up():
     read, write = os.pipe()
     os.set_blocking(write, False)

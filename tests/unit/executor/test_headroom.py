@@ -1,5 +1,8 @@
 """What is said when memory is short."""
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 import torch
 from meshwright.executor import headroom
@@ -45,6 +48,71 @@ def test_a_container_s_limit_counts(monkeypatch, tmp_path):
     assert free_bytes(torch.device("cpu")) == 100 * MIB
     limit.write_text("max\n")
     assert free_bytes(torch.device("cpu")) > 0
+
+
+class Everyone:
+    """Three ranks on two hosts; the first is this one, and what it told is kept."""
+
+    def __init__(self, others):
+        self.others, self.told = others, None
+
+    def gather(self, values, doing, *, whole=True):
+        self.told = values
+        return SimpleNamespace(rows=lambda: [list(map(float, values)), *self.others])
+
+    def texts(self, text, doing):
+        return ["one", "one", "other"]
+
+
+def hosts_of(plan, monkeypatch, free, others, pinned=(5 * MIB, 6 * MIB, 7 * MIB)):
+    prediction = msgspec.structs.replace(plan.prediction, pinned_bytes=pinned)
+    plan = msgspec.structs.replace(plan, prediction=prediction)
+    everyone = Everyone(others)
+    monkeypatch.setattr(headroom, "pins", lambda device: True)
+    monkeypatch.setattr(headroom, "host_free_bytes", lambda: free)
+    monkeypatch.setattr(headroom.torch.cuda, "host_memory_stats", dict)
+    run = SimpleNamespace(plan=plan, world=SimpleNamespace(position=0), everyone=everyone)
+    return headroom._hosts(run, torch.device("cuda", 0)), everyone
+
+
+def test_what_ranks_of_one_host_pin_counts_together(plan, monkeypatch):
+    others = [[6.0 * MIB, 9.0 * MIB], [7.0 * MIB, -1.0]]
+    (one, other), everyone = hosts_of(plan, monkeypatch, 10 * MIB, others)
+    assert everyone.told == [5 * MIB, 10 * MIB]
+    # The least that some rank sees free: a container may have less than its host.
+    assert one == ("one", (0, 1), 11 * MIB, 9 * MIB)
+    assert other == ("other", (2,), 7 * MIB, None)  # nobody knows
+    units = [msgspec.structs.replace(u, memory="offload") for u in plan.units]
+    text = one.refusal(msgspec.structs.replace(plan, units=tuple(units)))
+    assert text == (
+        "host one has 9.0 MiB of memory free, and its ranks 0, 1 need up to 11.0 MiB of pinned "
+        "memory there for feature maps that are offloaded: free some, plan with --forbid offload, "
+        "or set MESHWRIGHT_CHECK_MEMORY=0"
+    )
+    mirrored = [msgspec.structs.replace(u, feedback="host_mirror") for u in units]
+    text = one.refusal(msgspec.structs.replace(plan, units=tuple(mirrored)))
+    assert "offloaded and mirrors on the host: free some" in text
+    assert "--forbid offload --forbid host_mirror" in text
+
+
+def test_a_plan_that_pins_nothing_compares_nothing(plan, monkeypatch):
+    hosts, everyone = hosts_of(plan, monkeypatch, 0, [], pinned=())
+    assert hosts == []
+    assert everyone.told is None
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {"allocated_bytes.current": 9 * MIB, "active_bytes.current": 2 * MIB},
+        {"reserved_bytes.current": 9 * MIB, "allocated_bytes.current": 2 * MIB},
+    ],
+)
+def test_what_torch_keeps_pinned_is_free(plan, monkeypatch, stats):
+    monkeypatch.setattr(headroom.torch.cuda, "host_memory_stats", lambda: stats)
+    assert headroom.kept_pinned_bytes() == 7 * MIB
+    monkeypatch.setattr(headroom.torch.cuda, "host_memory_stats", dict)  # CUDA has not begun
+    assert headroom.kept_pinned_bytes() == 0
 
 
 @pytest.mark.parametrize(

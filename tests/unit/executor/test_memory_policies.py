@@ -260,7 +260,14 @@ def test_units_that_keep_end_copies_too(host):
 
 
 class Log(list):
-    """What was asked of the device, in order."""
+    """What was asked of the device, in order; and the sizes of what was pinned."""
+
+    def __init__(self):
+        self.pinned = []
+
+    def pinned_block(self, size):
+        self.pinned.append(size)
+        return torch.empty(size, dtype=torch.uint8)
 
 
 class Stream:
@@ -292,7 +299,7 @@ def pinned(monkeypatch):
     monkeypatch.setattr(cuda, "Stream", lambda device: Stream("side", log))
     monkeypatch.setattr(cuda, "current_stream", lambda device: Stream("computing", log))
     monkeypatch.setattr(cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(offload, "pinned_like", torch.empty_like)
+    monkeypatch.setattr(offload, "pinned_block", log.pinned_block)
     return offload.PinnedHost(CPU), log
 
 
@@ -338,6 +345,34 @@ def test_a_copy_back_that_nobody_took_is_waited_for(pinned):
     copy.prefetch()
     del copy
     assert log[-1] == "computing waits for copy 2"
+
+
+def test_no_more_is_pinned_than_is_away_at_once(pinned):
+    """However far the host is ahead: no copy is ever over here."""
+    host, log = pinned
+    for _ in range(5):
+        sent = [torch.full((size,), size, dtype=torch.uint8) for size in (100, 120, 30)]
+        copies = [host.send(flat) for flat in sent]
+        for one in copies:
+            one.leave()
+        for one, flat in zip(copies, sent, strict=True):
+            assert torch.equal(one.wait(), flat)
+        dropped = host.send(torch.ones(70, dtype=torch.uint8))  # comes back never
+        del dropped, one, copies
+    assert log.pinned == [128, 128, 32]
+
+
+def test_a_block_is_the_next_copys_only_when_its_own_has_been_started_back(pinned):
+    host, log = pinned
+    first = host.send(torch.full((64,), 1, dtype=torch.uint8))
+    first.leave()
+    second = host.send(torch.full((64,), 2, dtype=torch.uint8))
+    assert log.pinned == [64, 64]
+    first.prefetch()
+    third = host.send(torch.full((50,), 3, dtype=torch.uint8))
+    third.leave()
+    assert log.pinned == [64, 64]
+    assert [int(copy.wait()[0]) for copy in (first, second, third)] == [1, 2, 3]
 
 
 def test_views_of_one_storage_travel_once_and_keep_their_strides(host):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
+from meshwright.executor.comm import watchdog
 from meshwright.executor.comm.collective_log import CollectiveLog, _ordinal
 from meshwright.executor.comm.groups import Group
-from meshwright.executor.comm.heartbeat import Heard, within
+from meshwright.executor.comm.heartbeat import Heard, Heartbeat, within
 from meshwright.executor.comm.watchdog import Watchdog, where_all_are
 
 
@@ -121,6 +123,70 @@ def test_a_collective_that_completes_late_is_no_lost_peer(pieces, monkeypatch) -
     waits_for(Collective(pieces), monkeypatch)
     with pytest.raises(GaveUpError, match=r"^Connection closed by peer$"):
         waits_for(Collective(pieces, "Connection closed by peer"), monkeypatch)
+
+
+class Beating(Hosts):
+    """One that beats, and hears that rank 1 is elsewhere."""
+
+    beats = True
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.gave_up = threading.Event()
+
+    def give_up(self) -> None:
+        self.gave_up.set()
+
+    def ask(self, keys: list[str]) -> list[Heard]:
+        return [Heard(None, True), Heard("is in forward 3", True)]
+
+    def part(self, alive: object) -> None:
+        pass
+
+
+def test_a_device_that_a_collective_holds_is_told_of(monkeypatch, capsys) -> None:
+    """The host knows nothing of it: it is held in code of the user's, where it asks for a value."""
+    come: list[object] = []
+    monkeypatch.setattr(watchdog, "now", lambda device: object())
+    monkeypatch.setattr(watchdog, "has_come", lambda moment: moment in come)
+    made, beating = Watchdog(0, 1, 0.2), Beating()
+    made.heartbeat = beating  # type: ignore[assignment]
+    group = Group((0, 1), 0, None, "exchange", on_stream=True)
+    for name in "ab":
+        made.wait(SimpleNamespace(wait=lambda: None), group, f"the exchange of {name}")  # type: ignore[arg-type]
+    made.look()
+    time.sleep(0.25)
+    come.append(made._on_stream[0].moment)
+    made.look()  # it has come past one
+    assert not beating.gave_up.wait(0.1)
+    time.sleep(0.2)
+    made.look()
+    assert beating.gave_up.wait(5)
+    made.look()
+    for thread in threading.enumerate():
+        if thread.name == "meshwright stream wait":
+            thread.join(5)
+    (said,) = capsys.readouterr().err.splitlines()  # once
+    assert "rank 0 on h0 waits in the exchange of b since 0." in said
+    assert "rank 1 on h1 is in forward 3" in said
+
+
+def test_each_beat_looks_as_long_as_there_is_somebody_to_look() -> None:
+    class Looking:
+        looked = 0
+
+        def look(self) -> None:
+            Looking.looked += 1
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    heartbeat, looking = object.__new__(Heartbeat), Looking()
+    heartbeat._beaten = []
+    heartbeat.tell_of_beats(looking.look)
+    heartbeat.beaten()
+    heartbeat.beaten()
+    del looking
+    heartbeat.beaten()
+    assert Looking.looked == 2
 
 
 def test_a_read_that_never_returns_is_left_behind() -> None:

@@ -10,7 +10,13 @@ import meshwright as mw
 import pytest
 import torch
 from meshwright.executor.capability import CAPABILITY
-from meshwright.models.precision import in_precision, measured_in, surrounding_precision
+from meshwright.models.precision import (
+    forbid_tf32,
+    in_precision,
+    measured_in,
+    surrounding_precision,
+    tf32_kept,
+)
 from meshwright.models.target import try_out, workload
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
@@ -201,3 +207,20 @@ def test_a_workload_is_tried_in_its_precision():
     try_out(made)
     assert made.model[0].seen[0] == torch.bfloat16
     assert made.model[0].weight.dtype == torch.float32
+
+
+def test_what_is_compared_in_full_float32_puts_the_settings_back():
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    try:
+        torch.backends.cudnn.allow_tf32 = True
+        torch.set_float32_matmul_precision("high")
+        with tf32_kept():
+            assert forbid_tf32()
+            assert not forbid_tf32()
+            assert not torch.backends.cudnn.allow_tf32
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cudnn.allow_tf32
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.backends.cudnn.allow_tf32 = before[0]
+        torch.set_float32_matmul_precision(before[1])

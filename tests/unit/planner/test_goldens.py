@@ -438,8 +438,9 @@ def figures(plan):
     found = {name: made[name] for name in DECIDED}
     # How sure a prediction is changes with what predictions have been seen to miss.
     prediction = made["prediction"]
-    # Of GPUs only.
-    left_out = SURE if prediction["reserved_bytes"] else (*SURE, "reserved_bytes")
+    # Of GPUs, and of their hosts, only.
+    nothing = {n for n in ("reserved_bytes", "pinned_bytes") if not prediction[n]}
+    left_out = {*SURE, *nothing}
     found["prediction"] = {n: v for n, v in prediction.items() if n not in left_out}
     found["baseline"] = {"step_s": made["baseline"]["step_s"]}
     proved = made["provenance"].items()

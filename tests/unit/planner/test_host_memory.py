@@ -6,15 +6,17 @@ import meshwright as mw
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.memory.pinned import PINNED_ROUNDING
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.cluster import Cluster, Device, Node
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
+from meshwright.planner.schema.profile import FidelityProfile
 from meshwright.planner.solve.choices import unit_options
-from meshwright.planner.solve.evaluate import limits_bytes, make_plan
-from meshwright.planner.solve.host_memory import PINNED_ROUNDING, PINNED_SHARE
+from meshwright.planner.solve.evaluate import limits_bytes, make_plan, plan_by
+from meshwright.planner.solve.host_memory import PINNED_SHARE
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import expand_pins, solve
 
@@ -106,6 +108,76 @@ def test_shards_are_taken_where_copies_would_take_longer(
     found = {unit.memory for unit in plan.units} | {unit.exchange for unit in plan.units}
     assert taken in found
     assert not {"offload", "fully_sharded"} <= found
+
+
+MIRRORED = Option(data_parallel(2), exchange="topk", ratio=0.1, feedback="host_mirror")
+SHARD = 4 * 64 * 64
+
+
+def two(host: int | None) -> Cluster:
+    """Two ranks with a host each."""
+    links = cluster(2)
+    device = msgspec.structs.replace(links.devices[0], host_bytes_per_s=1e9)
+    nodes = (Node(name=n, devices=(device,), host_memory_bytes=host) for n in "ab")
+    return msgspec.structs.replace(links, nodes=tuple(nodes))
+
+
+def lossy(host: int | None, count: int = 4) -> CostModel:
+    """Units whose gradients may travel in part, for SGD."""
+    curve = FidelityProfile(exchange="topk", ratios=(0.1,), kept=(0.99,))
+    made = [linear(f"u{i}", 64, 64, 1e-3, 64.0 * KIB) for i in range(count)]
+    made = [msgspec.structs.replace(unit, fidelity=(curve,)) for unit in made]
+    goal = Goal(batch=2, optimizer="momentum", allow_lossy=True, min_fidelity=0.5)
+    return CostModel(chain_profile(made, features=64), two(host), goal, sliced=True)
+
+
+def mirrors_for(count: float) -> int:
+    """Host memory for the mirrors of so many units, beside the feature maps of four."""
+    pinned = PINNED_ROUNDING * (4 * 64 * KIB + count * SHARD)
+    return int(pinned / PINNED_SHARE) + 1
+
+
+def ways(model: CostModel, k: int) -> set[str]:
+    return {o.feedback for o in unit_options(model, k, EVERYTHING) if o.exchange == "topk"}
+
+
+def test_mirrors_have_the_room_that_feature_maps_leave() -> None:
+    with_room = lossy(mirrors_for(4))
+    assert all(ways(with_room, k) == {"mirror", "host_mirror"} for k in range(1, 5))
+    little = lossy(mirrors_for(1.5))
+    assert sum("host_mirror" in ways(little, k) for k in range(1, 5)) == 1
+    # What waits there in any case may be offloaded.
+    assert all(
+        any(o.memory == "offload" for o in unit_options(little, k, EVERYTHING)) for k in range(1, 5)
+    )
+    assert ways(lossy(None), 1) == {"mirror", "host_mirror"}
+
+
+def test_mirrors_count_against_the_hosts_memory() -> None:
+    home = Option(data_parallel(2))
+    decisions = (home, *(MIRRORED._replace(memory="offload"),) * 4, home)
+    model = lossy(mirrors_for(4))
+    plan = plan_by(model, decisions, "priority", EVERYTHING)
+    assert plan.prediction.pinned_bytes == (PINNED_ROUNDING * 4 * (64 * KIB + SHARD),) * 2
+    with pytest.raises(InputError, match=r"offloaded or mirrored there takes up to .*--host-memor"):
+        plan_by(lossy(mirrors_for(3)), decisions, "priority", EVERYTHING)
+    kept = plan_by(model, (home,) * 6, "priority", EVERYTHING)
+    assert kept.prediction.pinned_bytes == ()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_no_plan_has_more_mirrors_than_the_host_has_room_for(solver: str) -> None:
+    model = lossy(mirrors_for(2))
+    free = plan_by(model, model.baseline, "priority", EVERYTHING)
+    limit = int(max(free.prediction.peak_bytes) * 0.9)
+    goal = msgspec.structs.replace(model.goal, memory_limit_bytes=limit)
+    capability = msgspec.structs.replace(EVERYTHING, early_release=False, branches=False)
+    problem = Problem(
+        model.profile, model.cluster, goal, capability=capability, schedule="priority"
+    )
+    plan = solve(problem, solver, 20.0).checked()
+    room = PINNED_SHARE * mirrors_for(2)
+    assert max(plan.prediction.pinned_bytes, default=0) <= room
 
 
 def test_the_reserve_is_taken_off_and_said() -> None:

@@ -21,7 +21,7 @@ from meshwright.profiler.memory import SavedTensors, measure_footprint
 from meshwright.profiler.model import profile
 from meshwright.profiler.shares import ShareMeter
 from meshwright.profiler.timing import Timeline
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 SMALL = ("cnn-digits", "gpt-tiny", "seq2seq-tiny", "gpt2-tiny", "bert-tiny", "vit-tiny")
@@ -339,6 +339,29 @@ def one_pixel() -> Workload:
         lambda n: Batch((torch.randn(n, 3, 4, 4),), torch.zeros(n, dtype=torch.long)),
         F.cross_entropy,
     )
+
+
+class LittleMemory(nn.Linear):
+    """A layer on a device that has room for four samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+def test_where_memory_is_short_smaller_batches_are_measured() -> None:
+    workload = Workload(
+        "little",
+        nn.Sequential(LittleMemory(4, 4), nn.ReLU(), nn.Linear(4, 2)),
+        lambda n: Batch((torch.randn(n, 4),), torch.zeros(n, dtype=torch.long)),
+        F.cross_entropy,
+    )
+    with pytest.warns(UserWarning, match="without a batch of 8 with OutOfMemoryError"):
+        found = profile(workload, batches=(4, 8), budget_s=2.0)
+    assert found.batches == found.step.x == (2, 4)
+    with pytest.raises(mw.InputError, match=r"refuses a batch of 8 with OutOfMemory.*--batch"):
+        profile(workload, batches=(8,), budget_s=2.0)
 
 
 def test_a_batch_that_the_model_refuses_is_left_out() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from meshwright.planner.schema.cluster import Device
 from meshwright.profiler import collectives, links
 from meshwright.profiler.catalogue import fragments_bytes
@@ -95,6 +96,20 @@ def test_computing_and_communicating_are_told_apart(streams: Streams, messages: 
     assert load.compute() == pytest.approx(2.0)
     assert load.send() == pytest.approx(0.1 * messages)
     assert load.both() == (pytest.approx(2.0), pytest.approx(0.1 * messages))
+
+
+@pytest.mark.parametrize(
+    ("device", "function", "sizes"),
+    [(GPU, collectives._SCATTER, [8, 16]), (CPU, dist.all_to_all_single, [8, 8])],
+)
+def test_sums_are_timed_as_the_executor_makes_them(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, function: Any, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(MeasuredGroup, "_tensor", lambda self, use, count: torch.empty(count))
+    group = MeasuredGroup(None, (0, 1), 0, device)  # type: ignore[arg-type]
+    issue: Any = group._issued("reduce_scatter", 16)
+    assert issue.func is function
+    assert [len(t) for t in issue.args[:2]] == sizes
 
 
 @pytest.mark.parametrize(("size", "calls"), [(1 << 10, 16), (1 << 24, 4), (1 << 28, 2)])
