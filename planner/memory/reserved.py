@@ -43,8 +43,10 @@ def segments_bytes(sizes: Iterable[int]) -> int:
     return _rounded(small, SMALL_SEGMENT_BYTES) + _rounded(middle, LARGE_SEGMENT_BYTES) + large
 
 
-def reserved_bytes(memory: MemoryModel, decisions: Sequence[Option], peak_bytes: int) -> int:
-    """What is reserved at least on a position whose tensors take ``peak_bytes`` at most."""
+def reserved_bytes(
+    memory: MemoryModel, decisions: Sequence[Option], peaks_bytes: Sequence[int]
+) -> tuple[int, ...]:
+    """What is reserved at least on positions whose tensors take so many bytes at most."""
     copies = memory.model.goal.state_copies
     lasting: list[int] = []
     for k, option in enumerate(decisions):
@@ -53,8 +55,10 @@ def reserved_bytes(memory: MemoryModel, decisions: Sequence[Option], peak_bytes:
         parts = [ceil(size / groups) for size in sizes]
         lasting += parts if option.gathers else sizes
         lasting += copies * (parts if option.shards else sizes)
-    others = max(peak_bytes - sum(lasting), 0)
-    return segments_bytes(lasting) + _rounded(others, LARGE_SEGMENT_BYTES)
+    whole, segments = sum(lasting), segments_bytes(lasting)
+    return tuple(
+        segments + _rounded(max(peak - whole, 0), LARGE_SEGMENT_BYTES) for peak in peaks_bytes
+    )
 
 
 def _rounded(size: int, unit: int) -> int:

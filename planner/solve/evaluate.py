@@ -351,11 +351,9 @@ def _with_allocators(done: Evaluation) -> Prediction:
     prediction = msgspec.structs.replace(done.prediction, pinned_bytes=pinned)
     if done.model.profile.device_type != "cuda":
         return prediction
-    memory = memory_of(done.model)
-    by_position = [
-        reserved_bytes(memory, done.decisions, peak) for peak in done.prediction.peak_bytes
-    ]
-    return msgspec.structs.replace(prediction, reserved_bytes=tuple(by_position))
+    peaks = prediction.peak_bytes
+    by_position = reserved_bytes(memory_of(done.model), done.decisions, peaks)
+    return msgspec.structs.replace(prediction, reserved_bytes=by_position)
 
 
 def _reserve_bytes(cluster: Cluster) -> int:

@@ -24,6 +24,8 @@ PREFERENCE = ("integer", "lagrangian", "heuristic")
 """The order in which ``auto`` looks for a solver: the first that is there and that is able."""
 AUTO_S = 20.0
 """Seconds that ``auto`` gives the integer program where no limit was asked for."""
+NEAR = 0.01
+"""A gap up to which no second search is made for something better."""
 
 
 class Solver(Protocol):
@@ -150,10 +152,11 @@ def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -
 def _without_needless_offload(
     problem: Problem, solver: Solver, time_limit_s: float | None
 ) -> Result:
-    """What the solver finds; where that offloads and is not proved, the better of it and of what is
-    found without."""
+    """What the solver finds; where that offloads and may be far from the best, the better of it and
+    of what is found without."""
     found = solver.solve(problem, time_limit_s)
-    if found.plan is None or found.status == "optimal" or not offloads(found.plan):
+    near = found.gap is not None and found.gap <= NEAR
+    if found.plan is None or near or not offloads(found.plan):
         return found
     # It may have gone for a policy that frees much and takes long.
     other = solver.solve(without_offload(problem), time_limit_s)

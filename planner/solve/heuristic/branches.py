@@ -64,8 +64,11 @@ def side_by_side(problem: Problem, result: Result) -> Result:
         return result
     plan = result.plan
     model = problem.cost_model(plan.micro_batches, plan.message_bytes, plan.placement)
+    found = regions(model)
+    if not found:
+        return result
     best = start = _simulated(problem, model, result.decisions)
-    for region in regions(model):
+    for region in found:
         for decisions in _dealt(problem, model, best.decisions, region):
             trial = _simulated(problem, model, decisions)
             if trial.feasible and trial.step_s < best.step_s * BETTER:
