@@ -94,8 +94,8 @@ def called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]:
 
 
 def called_plainly(trace: Trace, name: str) -> bool:
-    """Whether a module is called once in the forward, and not inside a transform of ``torch.func``,
-    by whose tensors it could not be run by itself."""
+    """Whether a module is called once in the forward, and with tensors by which it can be run by
+    itself, as it cannot by those of a transform of ``torch.func``."""
     calls = trace.calls(name)
     return len(calls) == 1 and not calls[0].transformed
 
