@@ -34,6 +34,7 @@ from .planner.multiplex.report import report as cluster_report
 from .planner.multiplex.report import trace as trace_of
 from .planner.multiplex.simulation import simulate_plans
 from .planner.schema import cache
+from .planner.schema.capability import Capability
 from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError
 from .planner.schema.goal import Goal, make_goal
@@ -758,7 +759,7 @@ def auto_parallelize(
     from .executor.launch.start import start_process_group
     from .executor.launch.timeline import record_timeline
     from .executor.launch.training_progress import progress, progress_asked
-    from .executor.optimizer.kinds import optimizer_name, ready
+    from .executor.optimizer.kinds import optimizer_name, planned_for, ready
     from .executor.optimizer.lazy import releases_not
     from .models.precision import set_precision, surrounding_precision
     from .models.target import workload_of
@@ -806,8 +807,9 @@ def auto_parallelize(
         # Early release steps parameter by parameter, which not every optimizer bears.
         forbidden = (EARLY_RELEASE,) if releases_not(optimizer) else ()
         chosen = _plan_on_ranks(
-            workload, goal, device, solver, time_limit_s, schedule=schedule, forbidden=forbidden
-        )
+            workload, goal, device, solver, time_limit_s,
+            runs=planned_for(optimizer, CAPABILITY), schedule=schedule, forbidden=forbidden,
+        )  # fmt: skip
     elif wanted not in (None, chosen.precision):
         raise InputError(
             f"the plan is for precision {chosen.precision or 'as built'}, not {wanted}: plan for "
@@ -833,9 +835,11 @@ def _plan_on_ranks(
     device: torch.device,
     solver: str,
     time_limit_s: float | None,
+    *,
+    runs: Capability,
     **how: Any,
 ) -> Plan:
-    """What rank 0 plans from what all ranks measure; collective."""
+    """What rank 0 plans from what all ranks measure, within what ``runs``; collective."""
     import torch
 
     from .executor.comm.agreement import rank_zero_decides
@@ -846,5 +850,5 @@ def _plan_on_ranks(
         profile = profile_on_ranks(
             workload, batches_for(goal, torch.distributed.get_world_size()), device
         )
-        problem = problem_for(profile, cluster_of_ranks(device), goal, CAPABILITY, **how)
+        problem = problem_for(profile, cluster_of_ranks(device), goal, runs, **how)
         return rank_zero_decides(lambda: _solved(problem, solver, time_limit_s))

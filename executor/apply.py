@@ -46,7 +46,7 @@ from .memory.install import check_memory, install_memory
 from .optimizer import kinds as optimizers
 from .optimizer.lazy import releases_not
 from .optimizer.state import slice_state
-from .parallel import ModelT, adopt, is_parallel
+from .parallel import ModelT, adopt, is_parallel, planned_parameter
 from .redistribution.boundary import leaves_to_other_division
 from .redistribution.shard_gradient import Members
 from .redistribution.shards import ModelShards, Shard, SubsetShard, install
@@ -105,6 +105,8 @@ def _apply(
     _begin_alike(everything, run, first_host)
     shards = divide(model, run)
     run.shards, run.divided_parameters = shards.by_name, shards.parameters
+    if shards.parameters:
+        optimizers.check_others(run, optimizer, set(shards.parameters))
     if optimizer is not None:
         slice_state(optimizer, shards.parameters)
     _prepare_norms(model, run, shards)
@@ -123,6 +125,8 @@ def _apply(
         run.make_lazy(optimizer)
     if local is not None and optimizer is not None:
         run.train_apart(local, optimizer)
+    if dist.get_world_size() > 1:
+        run.tell_of_what_is_not_exchanged(model, optimizer)
     # Last, as what tells of steps wraps a step that may be lazy.
     tell_pacer(run.watch, model.parameters(), optimizer)
 
@@ -201,6 +205,13 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         )
     if is_parallel(model):
         raise InputError("a plan was applied to this model already: build the model anew")
+    planned = planned_parameter(model)
+    if planned is not None:
+        raise InputError(
+            f"parameter {planned!r} is of another model to which a plan was applied, and its "
+            "gradients would be exchanged twice: make one module of models that share parameters, "
+            "and apply one plan to that"
+        )
     refusals = CAPABILITY.refusals(plan)
     if refusals:
         remedy = "hypothetical" if plan.local_steps is None else "--allow-local-steps"
@@ -226,11 +237,15 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     if optimizer is not None and any(unit.exchange == "topk" for unit in plan.units):
         check_momentum(optimizer)
     if optimizer is not None:
-        cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
-        tensors = [tensor_named(model, name) for name in (*cuts, *subset_layouts(model, plan))]
         sharded = any(unit.exchange in SHARDING for unit in plan.units)
-        parameters = {t for t in tensors if isinstance(t, nn.Parameter)}
-        optimizers.check(optimizer, parameters, sharded=sharded)
+        optimizers.check(optimizer, _in_parts(model, plan), sharded=sharded)
+
+
+def _in_parts(model: nn.Module, plan: Plan) -> set[nn.Parameter]:
+    """The parameters that not every rank has whole."""
+    cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
+    tensors = [tensor_named(model, name) for name in (*cuts, *subset_layouts(model, plan))]
+    return {t for t in tensors if isinstance(t, nn.Parameter)}
 
 
 def _check_release(optimizer: Optimizer | None, plan: Plan) -> None:

@@ -152,7 +152,7 @@ def scale_output(output: Any, forward: Forward, began: Callable[[Forward], None]
     """
 
     def scale(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
         # What is no parameter and was given to the model has no gradient that anybody exchanges:
         # the loss may ask for one with respect to that very tensor.

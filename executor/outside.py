@@ -3,40 +3,58 @@
 The gradient that enters by the model's output is weighted there by the samples that this rank has;
 what enters by an attribute of a module (``layer.aux_loss``) is weighted at that attribute. A
 parameter that is divided over ranks has a part of its values only, which a loss must not take for
-the whole: it is refused at the first step.
+the whole: it is refused at the first step. What nobody exchanges is told of: gradients of a
+parameter that is the loss's own, or that the model got after its plan, and those that the user has
+taken by ``torch.autograd.grad`` and set.
 """
 
+from __future__ import annotations
+
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree  # torch has no public name for it
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..models.units.kept import has_graph, kept_results
 from ..planner.schema.errors import InputError
+from .comm.steps import after_each_step, parameters_of
 from .gradients.pending import PARAM_METADATA, PendingParam, resume, suspend
 from .redistribution.lazy import LazyRedistributed, materialize
 
+if TYPE_CHECKING:
+    from .run import Run
+
 
 class KeptResults:
-    """The attributes in which a model's modules keep results, found in its first forward."""
+    """The attributes in which a model's modules keep results, found in its first forward in
+    training mode and in the first out of it: many keep a loss in training only."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[nn.Module, str]] | None = None
+        self._places: dict[tuple[nn.Module, str], None] = {}  # as a set that keeps its order
+        self._searched: set[bool] = set()
         self._old: dict[int, weakref.ref[Any]] = {}
 
     def begin(self, model: nn.Module) -> None:
         """Before a forward: what is there already is not its result."""
-        if self._places is None:
-            self._old = _weakly(list(kept_results(model, _is_result)))
+        if model.training not in self._searched:
+            self._old = _weakly(kept_results(model, _is_result))
 
     def scale(self, model: nn.Module, scale: Callable[[Any], Any]) -> None:
         """After a forward: ``scale`` on what it has left in attributes."""
-        if self._places is None:
-            self._places = list(kept_results(model, _is_result))
+        if model.training not in self._searched:
+            self._searched.add(model.training)
+            self._places |= dict.fromkeys(kept_results(model, _is_result))
         if not self._places:
             return
 
@@ -59,7 +77,7 @@ def _is_result(leaf: object) -> bool:
     return isinstance(leaf, LazyRedistributed) or has_graph(leaf)
 
 
-def _weakly(places: list[tuple[nn.Module, str]]) -> dict[int, weakref.ref[Any]]:
+def _weakly(places: Iterable[tuple[nn.Module, str]]) -> dict[int, weakref.ref[Any]]:
     """The tensors there, by identity, which means nothing once they are gone."""
     leaves = pytree.tree_leaves([vars(module).get(name) for module, name in places])
     return {id(leaf): weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
@@ -119,3 +137,110 @@ class Guard:
             for parameter in self._parameters.values():
                 if isinstance(parameter, _GuardedParam):
                     resume(parameter)
+
+
+# The hooks on parameters that a plan was not applied to (yet), while these have had no gradient.
+_watched: Any = WeakIdKeyDictionary()
+
+
+def watch_others(model: nn.Module, optimizer: Optimizer | None, *, tell: bool) -> None:
+    """Where one of its parameters that are not the model's gets a gradient, ``tell`` says whether
+    this rank warns. Another model's plan may come later: its parameters are let alone then."""
+    own = set(model.parameters())
+    for parameter in own:
+        if parameter in _watched:
+            _watched.pop(parameter).remove()
+    others = [p for p in parameters_of(optimizer) - own if p.requires_grad]
+
+    def warn(_: Tensor) -> None:
+        left = [p for p in others if p in _watched]
+        for parameter in left:
+            _watched.pop(parameter).remove()
+        if tell:
+            shapes = ", ".join(sorted(str(list(p.shape)) for p in left))
+            warnings.warn(
+                f"the {type(optimizer).__name__} updates parameters that are not of the model that "
+                f"has the plan (of a loss, say; their shapes: {shapes}), so nobody exchanges their "
+                "gradients and each rank trains its own: make one module of the model and what "
+                "has them, whose forward returns the loss, and give that to auto_parallelize",
+                stacklevel=2,
+            )
+
+    for other in others:
+        if other not in _watched:
+            leaf: Any = other  # torch has not typed its hooks
+            _watched[other] = leaf.register_post_accumulate_grad_hook(warn)
+
+
+class _Registrations:
+    """How often any module has been given a parameter or a module, since somebody asks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._counting = False
+
+    def begin(self) -> None:
+        # Once, and for good: torch cannot bear hooks to go while it calls them, as those would that
+        # end with a model, which Python's collector may end at any moment.
+        if not self._counting:
+            self._counting = True
+            register_module_parameter_registration_hook(self._counted)
+            register_module_module_registration_hook(self._counted)
+
+    def _counted(self, *_: Any) -> None:
+        self.count += 1
+
+
+_registrations = _Registrations()
+
+
+class LateParameters:
+    """Notices parameters that a model gets when its plan was applied already."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        _registrations.begin()
+        self._known, self._count = set(parameters), _registrations.count
+
+    def check(self, model: nn.Module) -> None:
+        """Raises ``InputError`` where the model has a parameter that is new, or has replaced one,
+        and is trained."""
+        # Only where something was registered since: to look at all parameters takes its time.
+        if self._count == _registrations.count:
+            return
+        self._count = _registrations.count
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter not in self._known:
+                raise InputError(
+                    f"parameter {name!r} came into the model after its plan was applied, which "
+                    "exchanges no gradient of it: give the model all of its parameters before "
+                    "auto_parallelize, and load values without load_state_dict(assign=True)"
+                )
+
+
+def tell_of_taken_gradients(optimizer: Optimizer, reference: weakref.ref[Run]) -> None:
+    """Warns, once, of a step on gradients that nobody has exchanged: ``torch.autograd.grad`` has
+    gone through the model since the last backward, and parameters have some. The run is referred
+    to weakly: an optimizer may be there for longer than its model."""
+    warned = False
+
+    def stepped(used: Optimizer) -> None:
+        nonlocal warned
+        run = reference()
+        if run is None:
+            return
+        if (
+            run.gradients.taken
+            and not warned
+            and any(p.grad is not None for p in parameters_of(used))
+        ):
+            warned = True
+            warnings.warn(
+                "the optimizer's step used gradients that no backward has made since the last one, "
+                "while torch.autograd.grad has taken some: those are of this rank's samples only, "
+                "and ranks come to have different parameters: call loss.backward(), or average "
+                "what you set (torch.distributed.all_reduce), weighted by the samples of each rank",
+                stacklevel=2,
+            )
+        run.gradients.taken = False
+
+    after_each_step((), optimizer, stepped)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame  # torch has no public name for it
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..models.compiled import CompiledForward, not_traced, unwrapped
 from ..planner.schema.errors import InputError
@@ -25,6 +26,8 @@ from .run import Run
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _RUN = "_meshwright_run"
+# By parameter, the run that exchanges its gradients; weak, too.
+_runs_of: Any = WeakIdKeyDictionary()
 # The run whose model was called last, for ``loss_weight``. Weak: it ends with its model.
 _latest: weakref.ref[Run] | None = None
 
@@ -125,7 +128,19 @@ def adopt(model: ModelT, run: Run) -> None:
     """Makes ``model`` a ``ParallelModule`` that ``run`` looks after."""
     mix_in(model, ParallelModule)
     model.__dict__[_RUN] = run
+    for parameter in model.parameters():
+        _runs_of[parameter] = weakref.ref(run)
     _set_latest(run)
+
+
+def planned_parameter(model: nn.Module) -> str | None:
+    """The first parameter whose gradients the plan of another model, or of a part of this one,
+    exchanges."""
+    for name, parameter in model.named_parameters():
+        run = _runs_of.get(parameter)
+        if run is not None and run() is not None:
+            return name
+    return None
 
 
 def mix_in(thing: Any, mixin: type) -> None:

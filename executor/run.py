@@ -62,7 +62,13 @@ from .gradients.sharded import flat_shard_spec
 from .local_steps import HostsApart
 from .memory.regions import Regions
 from .optimizer.lazy import LazySteps
-from .outside import Guard, KeptResults
+from .outside import (
+    Guard,
+    KeptResults,
+    LateParameters,
+    tell_of_taken_gradients,
+    watch_others,
+)
 from .redistribution.bursts import Bursts
 from .redistribution.cache import RedistributionCache
 from .redistribution.lazy import materialize
@@ -121,6 +127,7 @@ class Run:
         self.kernels = Kernels()
         self._kept = KeptResults()
         self._guard: Guard | None = None
+        self.late_parameters: LateParameters | None = None
         self.weight_next: Weight | None = None
         self._micro_batches = MicroBatchCheck(plan)
         self.local_batches = LocalBatchCheck(whole_plan, world.rank)
@@ -248,6 +255,14 @@ class Run:
         """Seconds that this rank has waited for gradients, and for what hosts average."""
         return self.gradients.exposed_s + (self.apart.waited_s if self.apart else 0.0)
 
+    def tell_of_what_is_not_exchanged(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """From now on it is told of parameters and gradients that nobody exchanges."""
+        first = self.watch.rank == 0  # it warns for all
+        watch_others(model, optimizer, tell=first)
+        self.late_parameters = LateParameters(model.parameters())
+        if optimizer is not None and first:
+            tell_of_taken_gradients(optimizer, weakref.ref(self))
+
     def train_apart(self, local: LocalSteps, optimizer: Optimizer) -> None:
         """From now on hosts average what they have learnt as ``local`` says."""
         self.apart = HostsApart(
@@ -314,6 +329,8 @@ class Run:
         grad = torch.is_grad_enabled()
         self.guard.disarm(over=False)
         if grad:
+            if self.late_parameters is not None:
+                self.late_parameters.check(model)
             self.gradients.abandon()
             if [param.parameter.requires_grad for param in self._all_params] != self._trainable:
                 self._watch_gradients()

@@ -54,11 +54,14 @@ class GradientSynchroniser:
         kernels: Kernels | None = None,
     ) -> None:
         self.params = list(params)
+        self.taken = False
+        """Whether ``torch.autograd.grad`` has gone through the model and no backward has since."""
         self.voting_s = 0.0
         """Seconds until ranks had agreed on the parameters that have a gradient."""
         self._exchange, self._latest = exchange, latest
         self._control, self._watch = control, control.watch
         self._active = self._weighted = self._anchored = False
+        self._told_not_called = False
         self._synchronise = True
         # Those that this backward has computed a gradient for, and those that any backward has,
         # since gradients were last exchanged.
@@ -140,7 +143,9 @@ class GradientSynchroniser:
         """At the end of backward: sends the rest. Under the barrier also waits for all averages."""
         self._active = False
         if not (self._complete or self._anchored):
-            return  # torch.autograd.grad: no parameter has accumulated anything
+            self.taken = True  # torch.autograd.grad: no parameter has accumulated anything
+            return
+        self.taken = False
         self._check_weighted()
         self._backwards += 1
         if self._synchronise:
@@ -196,7 +201,10 @@ class GradientSynchroniser:
 
     def _check_weighted(self) -> None:
         latest = self._latest()
-        if self._weighted or latest is None:
+        if self._weighted:
+            return
+        if latest is None:
+            self._tell_not_called()
             return
         counts = latest.counts()
         if len(set(counts)) > 1:
@@ -205,6 +213,19 @@ class GradientSynchroniser:
                 "from the model's output, where their weight enters: return what the loss needs "
                 "from forward, in tensors, tuples, dicts or dataclasses"
             )
+
+    def _tell_not_called(self) -> None:
+        """Warns once of a model whose parameters are trained and which itself is never called."""
+        if self._told_not_called or self._watch.rank != 0:
+            return
+        self._told_not_called = True
+        warnings.warn(
+            "the model's parameters got gradients and the model itself was not called, as where "
+            "the loss comes from a method of its own, such as model.loss(x): nothing is known of "
+            "the samples that ranks feed, so only equal shares train right, and buffers do not "
+            "follow rank 0's: call model(x), whose forward may call that method",
+            stacklevel=2,
+        )
 
 
 def _clear_grad(leaf: Tensor) -> None:

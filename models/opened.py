@@ -9,10 +9,13 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-# An object may know all others in the end (its trainer, say): so many deep they are opened.
-_DEPTH = 3
+# How deep objects are opened, in one another. One of the user's may know all others in the end (its
+# trainer, say), so a few of these; dataclasses and distributions hold values, of a mixture of
+# independent normal distributions in an output some more.
+_DEPTH, _OBJECT, _VALUES = 24, 8, 3
 _CLOSED = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
@@ -40,7 +43,7 @@ def _leaves(tree: Any, depth: int) -> list[Any]:
     found = []
     for leaf in pytree.tree_leaves(tree):
         inner = _inner(leaf, depth)
-        found += [leaf] if inner is None else _leaves(list(inner.values()), depth - 1)
+        found += [leaf] if inner is None else _leaves(list(inner.values()), depth - _cost(leaf))
     return found
 
 
@@ -49,7 +52,8 @@ def _mapped(tree: Any, change: Callable[[Any], Any], depth: int) -> Any:
         inner = _inner(leaf, depth)
         if inner is None:
             return change(leaf)
-        new = {name: _mapped(value, change, depth - 1) for name, value in inner.items()}
+        left = depth - _cost(leaf)
+        new = {name: _mapped(value, change, left) for name, value in inner.items()}
         if all(new[name] is value for name, value in inner.items()):
             return leaf
         return _with(leaf, new)
@@ -59,7 +63,7 @@ def _mapped(tree: Any, change: Callable[[Any], Any], depth: int) -> Any:
 
 def _inner(leaf: Any, depth: int) -> Mapping[Any, Any] | None:
     """What an object holds, by name; None of one that is not opened."""
-    if not depth or leaf is None or isinstance(leaf, _CLOSED):
+    if leaf is None or isinstance(leaf, _CLOSED) or depth < _cost(leaf):
         return None
     if isinstance(leaf, dict):
         return leaf
@@ -70,8 +74,15 @@ def _inner(leaf: Any, depth: int) -> Mapping[Any, Any] | None:
     if not held or _of_torch(type(leaf)):
         return None
     # Only where it is worth it: what holds no tensor is a leaf as it is.
-    inside = any(isinstance(t, Tensor) for t in _leaves(list(held.values()), depth - 1))
+    left = depth - _cost(leaf)
+    inside = any(isinstance(t, Tensor) for t in _leaves(list(held.values()), left))
     return dict(held) if inside else None
+
+
+def _cost(leaf: Any) -> int:
+    """What opening an object takes of the depth."""
+    values = isinstance(leaf, dict | Distribution) or dataclasses.is_dataclass(leaf)
+    return _VALUES if values else _OBJECT
 
 
 def _of_torch(cls: type) -> bool:

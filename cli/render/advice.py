@@ -45,7 +45,10 @@ def advice_sentence(found: Advice) -> str:
     exact = next((way for way in had if way.changes == "nothing"), None)
     if exact is None:
         return f"{_binds(found)} No way fits that changes nothing."
-    words = f"{_as_fast(exact)} as data parallelism and changes nothing"
+    if exact.gain == 1.0:  # data parallelism itself, or a plan that is no more
+        words = f"{exact.name} is the quickest way that changes nothing"
+    else:
+        words = f"{_as_fast(exact)} as data parallelism and changes nothing"
     # Local steps are the last resort, whatever they reach.
     best = next(way for way in had if way.changes != "algorithm")
     if best is not exact:

@@ -63,9 +63,38 @@ def restless_module(model: nn.Module, batch: Batch) -> str | None:
 
 def mixing_cause(workload: Workload, batch: Batch, share: Callable[[Tensor, Tensor], float]) -> str:
     """A sentence where the loss of the whole ``batch`` is not the mean of its parts', weighted by
-    their sizes, whatever plan trains it; empty where it is. Batch normalisation does not count: its
-    statistics can be of the whole batch. ``share`` says how far a tensor is from another, in parts
-    of what rounding may do to it."""
+    their sizes, whatever plan trains it; empty where it is. ``share`` as in ``_mixing``."""
+    found = _mixing(workload, batch, share)
+    if found is None:
+        return ""
+    if found.module is None:
+        return (
+            f"the loss of {batch.size} samples is not the mean of the losses of its parts (it is a "
+            "sum, compares samples with each other, or weighs them unequally), so no training on "
+            "shares of a batch equals that of the whole: write it as a mean over samples, or of a "
+            "weighted mean let your own loop say with mw.loss_weight(sum of its weights) what a "
+            "share counts"
+        )
+    what = f"module {found.module!r}" if found.module else "the model"
+    return (
+        f"{what} computes over the batch as a whole (what it gives for a sample changes with the "
+        "others there), so no training on shares of a batch equals that of the whole"
+    )
+
+
+class _Mixing(NamedTuple):
+    """Where samples meet: the first module that computes over the batch as a whole; None where
+    none does, so that it is the loss."""
+
+    module: str | None
+
+
+def _mixing(
+    workload: Workload, batch: Batch, share: Callable[[Tensor, Tensor], float]
+) -> _Mixing | None:
+    """Why the loss of the whole ``batch`` is not the mean of its parts', weighted by their sizes;
+    None where it is. Batch normalisation does not count: its statistics can be of the whole batch.
+    ``share`` says how far a tensor is from another, in parts of what rounding may do to it."""
     model, size = workload.model, batch.size
     cut = size // 2
     parts = batch.slice(0, cut), batch.slice(cut, size)
@@ -75,25 +104,14 @@ def mixing_cause(workload: Workload, batch: Batch, share: Callable[[Tensor, Tens
         mean = sum(_loss(workload, part) * (part.size / size) for part in parts)
         assert isinstance(mean, Tensor)
         if share(mean, whole) <= ROUNDING:
-            return ""
+            return None
         calls = _calls(model, batch), _calls(model, parts[0])
 
     def same(found: Tensor, all_samples: Tensor) -> bool:
         rows = _rows(all_samples, found, cut, size)
         return rows is not None and share(found, rows) <= ROUNDING
 
-    name = _first_change(calls[1], calls[0], same)
-    if name is None:
-        return (
-            f"the loss of {size} samples is not the mean of the losses of its parts (it is a sum, "
-            "or compares samples with each other), so no training on shares of a batch equals that "
-            "of the whole: write it as a mean over samples"
-        )
-    what = f"module {name!r}" if name else "the model"
-    return (
-        f"{what} computes over the batch as a whole (what it gives for a sample changes with the "
-        "others there), so no training on shares of a batch equals that of the whole"
-    )
+    return _Mixing(_first_change(calls[1], calls[0], same))
 
 
 def check_mean(workload: Workload, sizes: Sequence[int] = SIZES) -> None:
@@ -103,19 +121,31 @@ def check_mean(workload: Workload, sizes: Sequence[int] = SIZES) -> None:
     Asked of a few samples and of the same ones two and three times: a mean stays as it is, what is
     not of the samples too (weight decay in the loss), and a sum grows by the same twice. Of the
     first of ``sizes`` that the model takes; nothing is known of one that takes none, or is random
-    in evaluation mode too. Warns where the loss compares samples with each other.
+    in evaluation mode too. Warns where the loss compares samples with each other, or weighs them
+    unequally.
     """
+    unequal = False
     with trial(workload) as run:
         for size in sizes:
             # What fails here fails in training as well, where it is told.
             with suppress(Exception):
                 once, twice, thrice = _repeated(run, size)
+                tolerance = SUM_SHARE[_is_half(run)] * max(map(abs, (once, twice, thrice)))
+                with suppress(Exception):  # halves may be smaller than it takes
+                    unequal = abs(twice - once) <= tolerance != 0 and _weighs_unequally(run, size)
                 break
         else:
             return
-        tolerance = SUM_SHARE[_is_half(run)] * max(map(abs, (once, twice, thrice)))
     first, second = twice - once, thrice - twice
     if abs(first) <= tolerance:
+        if unequal and os.environ.get("RANK", "0") == "0":
+            warnings.warn(
+                f"the loss of {workload.name!r} is a mean in which samples weigh unequally (by "
+                "class weights, or by tokens that count): each rank takes the mean of its own "
+                "share, and shares count by their samples; for the mean over the whole batch say "
+                "after each forward what the share weighs, mw.loss_weight(sum of its weights)",
+                stacklevel=2,
+            )
         return
     if abs(second - first) <= LINEAR * abs(first):
         raise InputError(
@@ -152,6 +182,21 @@ def _repeated(run: Workload, size: int) -> tuple[float, float, float]:
         if value(1) != value(1, seed=1):
             return 0.0, 0.0, 0.0
     return value(1), value(2), value(3)
+
+
+def _weighs_unequally(run: Workload, size: int) -> bool:
+    """Whether the loss is not the mean over two parts of a batch, where no module of the model
+    computes over the batch as a whole."""
+    batch = run.make_batch(size).to(device_of(run.model))
+    allowed = SUM_SHARE[_is_half(run)] / ROUNDING
+
+    def share(found: Tensor, expected: Tensor) -> float:
+        scale = expected.abs().max().item() if expected.numel() else 0.0
+        off = (found.double() - expected.double()).abs().max().item() if found.numel() else 0.0
+        return off / (allowed * scale) if off else 0.0
+
+    found = _mixing(run, batch, share) if batch.size > 1 else None
+    return found is not None and found.module is None
 
 
 def _is_half(run: Workload) -> bool:

@@ -15,10 +15,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...models.compiled import Taken
+from ...models.failing import in_module
 from ...models.opened import tensors_in
 from ...models.precision import forbid_tf32, in_precision, tf32_kept
 from ...models.replay import copied, fix_statistics, preserved
@@ -27,6 +29,7 @@ from ...models.units.chance import layer_drop_rates
 from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words, with_wire
+from ...planner.schema.errors import InputError
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record
 from ..apply import apply
@@ -144,6 +147,7 @@ def verify_on_ranks(
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     workload.model.to(device=device, dtype=_DTYPES[dtype]).train()
     together(lambda: _run_once(workload.model, batches[0]))
+    together(lambda: _run_share(workload, batches[0], plan))
     done, total = len(sizes), 2 * len(sizes)
     alone: _Alone | None = None
 
@@ -399,6 +403,26 @@ def _run_once(model: nn.Module, batch: Batch) -> None:
     trains alone before, they would be of another type than elsewhere."""
     with torch.enable_grad(), preserved(model):
         model(*batch.args, **batch.kwargs)
+
+
+def _run_share(workload: Workload, batch: Batch, plan: Plan) -> None:
+    """One forward on as many samples as this rank will get. Raises ``InputError`` where only that
+    fails: of what is no tensor nobody gets a share."""
+    rank, size = dist.get_rank(), batch.size
+    share = plan.local_batch_size(rank, size) // plan.micro_batches
+    if not 1 < share < size:  # statistics of the whole batch may be there for one sample
+        return
+    try:
+        _run_once(workload.model, batch.slice(0, share))
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the model of {workload.name!r} takes its batch of {size} and fails on {share} samples"
+            f" of it, as a rank gets them{in_module(workload.model, error)}, with "
+            f"{type(error).__name__}: {error}; a batch is cut at its tensors, so make what it has "
+            "of each sample (a list of lengths, say) a tensor"
+        ) from error
 
 
 def _draw(

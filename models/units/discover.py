@@ -190,7 +190,8 @@ def _input_dims(batch: Batch) -> dict[int, int]:
 
 
 def check_gradients(model: nn.Module) -> None:
-    """``InputError`` for a module whose gradients nobody exchanges, or somebody else."""
+    """``InputError`` for a module whose gradients nobody exchanges, or somebody else, or whose
+    forward changes a parameter."""
     for name, module in model.named_modules():
         what = f"module {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -208,6 +209,14 @@ def check_gradients(model: nn.Module) -> None:
             raise InputError(
                 f"embedding {name!r} makes sparse gradients, which are not exchanged: build it "
                 "with sparse=False"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise InputError(
+                f"embedding {name!r} has max_norm={module.max_norm:g}, by which a forward changes "
+                "the vectors that its own samples use, so that ranks would come to have different "
+                "ones: build it without max_norm, and either limit all of them after each step "
+                "(with torch.no_grad(): weight.renorm_(2, 0, max_norm)) or those that are looked "
+                "up, in the forward"
             )
 
 

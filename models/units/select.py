@@ -72,7 +72,7 @@ def _units(
     """The units at or below a called module that has parameters."""
     module = model.get_submodule(name)
     kind = block_kind(model, name) if name and name not in refused else None
-    children = [c for c in called_children(model, trace, name) if len(trace.calls(c)) == 1]
+    children = [c for c in called_children(model, trace, name) if called_plainly(trace, c)]
     whole = kind is not None or is_parametrized(module)  # which computes what the module has
     if whole or not children or not _enterable(model, trace, name, children):
         yield name, kind or kind_of(module)
@@ -91,6 +91,13 @@ def called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]:
             yield full
         else:
             yield from called_children(model, trace, full)
+
+
+def called_plainly(trace: Trace, name: str) -> bool:
+    """Whether a module is called once in the forward, and with tensors by which it can be run by
+    itself, as it cannot by those of a transform of ``torch.func``."""
+    calls = trace.calls(name)
+    return len(calls) == 1 and not calls[0].transformed
 
 
 def _enterable(model: nn.Module, trace: Trace, name: str, children: list[str]) -> bool:

@@ -14,6 +14,7 @@ from .kept import kept_results
 from .select import (
     TracedUnit,
     called_children,
+    called_plainly,
     draws_early,
     parameters_of_own_code,
     uses_foreign,
@@ -79,9 +80,15 @@ def why_not_finer(model: nn.Module, trace: Trace, unit: TracedUnit) -> str:
     if is_parametrized(module):
         return COMPUTED
     children = {c: len(trace.calls(c)) for c in called_children(model, trace, name)}
-    once = [child for child, calls in children.items() if calls == 1]
+    once = [child for child in children if called_plainly(trace, child)]
     own, share = parameters_of_own_code(model, trace, name, once)
     largest = max(own, key=lambda p: model.get_parameter(p).nbytes, default="")
+    inside = next((c for c in children if any(e.transformed for e in trace.calls(c))), None)
+    if inside is not None and (not once or f"{largest}.".startswith(f"{inside}.")):
+        return (
+            f"module {_inside(name, inside)!r} in it is called inside a transform of torch.func "
+            "(vmap, grad), by whose tensors it cannot be run by itself: call it outside of that"
+        )
     several = {c: calls for c, calls in children.items() if calls > 1}
     repeated = next((c for c in several if f"{largest}.".startswith(f"{c}.")), None)
     repeated = repeated or (next(iter(several), None) if not once else None)

@@ -51,7 +51,8 @@ class Event:
     ``made`` are the tensors among them. ``stack`` are
     the names of the modules in whose call it happens, the model itself (``""``) first. Of a module
     ``takes_one`` says that it is called with one positional argument and nothing else,
-    ``makes_one`` that it returns one tensor by itself.
+    ``makes_one`` that it returns one tensor by itself, ``transformed`` that it is given tensors with
+    a gradient inside a transform of ``torch.func`` (vmap, grad), where these cannot be copied.
     """
 
     index: int
@@ -64,6 +65,7 @@ class Event:
     end: int = -1
     takes_one: bool = False
     makes_one: bool = False
+    transformed: bool = False
 
     # Asked once the event is over, and then often.
     @cached_property
@@ -139,6 +141,8 @@ class _Recorder(TorchFunctionMode):
             len(self.events), name, "", self.names, self.seen((args, kwargs), whole=not name)
         )
         event.takes_one = len(args) == 1 and not kwargs
+        inside = torch._C._functorch.peek_interpreter_stack() is not None
+        event.transformed = inside and any(seen.gradient for seen in event.given)
         self.events.append(event)
         self.stack.append(event)
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import meshwright as mw
@@ -14,12 +15,16 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides, together
+from meshwright.executor.optimizer.kinds import planned_for
 from meshwright.executor.parallel import run_of
+from meshwright.planner.schema.cluster import Device, Level, Node
 from meshwright.planner.schema.goal import ROUNDED_FIDELITY
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import LOSSY
 from meshwright.planner.schema.record import decode, encode, fingerprint, save
+from meshwright.profiler import sessions
 from plans import plan as plan_by_hand
 from plans import unit
 from torch import nn
@@ -101,6 +106,72 @@ def test_measures_plans_and_trains_as_one_process_would(ranks, tmp_path):
 def fingerprint_of_measurements(plan: bytes) -> tuple[str, str]:
     made = decode(mw.Plan, plan)
     return made.provenance.profile, made.provenance.cluster
+
+
+class Lion(torch.optim.Optimizer):
+    """One of nobody's that torch knows."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.01 * parameter.grad.sign() * parameter.norm()
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+    "Lion": lambda model: Lion(model.parameters()),
+}
+
+
+def plan_for_an_optimizer(rank: int, name: str, cache: str) -> list[str]:
+    """How units are divided and exchanged over a slow link, for that optimizer."""
+    os.environ["MESHWRIGHT_CACHE"] = cache
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(12, 128), nn.ReLU(), nn.Linear(128, 128), nn.Linear(128, 4))
+    optimizer = OPTIMIZERS[name](model)
+    x, y = samples(8)
+    device = Device(name="cpu", memory_bytes=2**40)
+    nodes = tuple(Node(name=f"host-{i}", devices=(device,)) for i in range(2))
+    links = (Level(name="inter", latency_s=1e-6, bytes_per_s=1e5),)
+    slow = mw.Cluster(name="slow", nodes=nodes, levels=links)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        patch.setattr(sessions, "cluster_of_ranks", lambda device: slow)
+        _, _, plan = mw.auto_parallelize(
+            model, optimizer, example_inputs=(x[:4],), global_batch_size=8, schedule="barrier"
+        )
+    F.cross_entropy(model(x[4 * rank :][:4]), y[4 * rank :][:4]).backward()
+    optimizer.step()
+    return [unit.style for unit in plan.units if unit.modules]
+
+
+def test_a_plan_is_made_for_the_optimizer(ranks, tmp_path):
+    styles = {
+        name: ranks(2)(plan_for_an_optimizer, name, str(tmp_path), limit_s=LIMIT_S)[0]
+        for name in OPTIMIZERS
+    }
+    assert set(styles["sgd"]) > {"none"} or "none" not in styles["sgd"]
+    assert set(styles["Adafactor"]) == set(styles["Lion"]) == {"none"}
+
+
+def test_what_may_be_planned_follows_from_the_optimizer():
+    class Steeper(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = network()
+    assert planned_for(None, CAPABILITY) is CAPABILITY
+    assert planned_for(sgd(model), CAPABILITY) is CAPABILITY
+    derived = planned_for(Steeper(model.parameters()), CAPABILITY)
+    assert derived.styles == CAPABILITY.styles
+    for optimizer in (Steeper(model.parameters()), Lion(model.parameters())):
+        found = planned_for(optimizer, CAPABILITY)
+        assert not {"sharded", "fully_sharded"} & set(found.exchange)
+    assert planned_for(Lion(model.parameters()), CAPABILITY).styles == ("none",)
 
 
 # -- a ready plan -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from meshwright.planner.schema.errors import InputError
 from plans import SCHEDULES, plan, scheduled, unit
 from reference import train_alone, train_together
 from torch import Tensor, nn
-from torch.distributions import Normal
+from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -104,6 +105,21 @@ class Twice(nn.Module):
         return self.second(self.layers[0](x).tanh())
 
 
+class Transformed(nn.Module):
+    """Layers run inside ``torch.func.vmap``, for each sample and for each entry of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, 3)
+        self.shifts = nn.Parameter(torch.randn(2, HIDDEN))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.func.vmap(lambda shift: (self.first(x) + shift).tanh())(self.shifts)
+        return self.second(each.mean(0))
+
+
 class Answer:
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
@@ -122,9 +138,30 @@ def normal(made: Tensor) -> Normal:
     return Normal(made, F.softplus(made) + 0.1)
 
 
+def complex_and_real(made: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.complex(made, made.tanh()), made
+
+
+@dataclass
+class Guess:
+    """A mixture, whose parts hold distributions that hold the tensors."""
+
+    of: MixtureSameFamily
+
+
+def mixture(made: Tensor) -> Guess:
+    parts = Normal(torch.stack([made, -made], 1), F.softplus(made).unsqueeze(1) + 0.1)
+    return Guess(MixtureSameFamily(Categorical(logits=made[:, :2]), Independent(parts, 1)))
+
+
 def nll(output: Any, target: Tensor) -> Tensor:
+    if isinstance(output, Guess):
+        return -output.of.log_prob(F.one_hot(target, 3)).mean()
     if isinstance(output, Normal):
         return -output.log_prob(F.one_hot(target, 3)).mean()
+    if isinstance(output, tuple):
+        signal, made = output
+        return F.cross_entropy(made, target) + (signal - 1j).abs().square().mean()
     return F.cross_entropy(getattr(output, "logits", output), target)
 
 
@@ -136,6 +173,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "two names": Twice,
     "object": lambda: Wrapped(Answer),
     "distribution": lambda: Wrapped(normal),
+    "mixture": lambda: Wrapped(mixture),
+    "transformed": Transformed,
+    "complex numbers": lambda: Wrapped(complex_and_real),
 }
 
 
@@ -154,7 +194,10 @@ def batches() -> list[Batch]:
 def trains_as_one_process(rank: int, name: str, schedule: str, *, divided: bool) -> None:
     build = MODELS[name]
     losses, state = train_alone(build(), "sgd", batches(), nll)
-    units = [unit("first", 2, "column", 2), unit("second", 2, "row", 2)] if divided else []
+    first = unit("first", 2, "column", 2)
+    if name == "transformed":  # what runs in a transform is not divided
+        first = unit("first", 1, "none", 2)
+    units = [first, unit("second", 2, "row", 2)] if divided else []
     with scheduled(schedule):
         made = plan(2, units or [unit("first", 1, "none", 2), unit("second", 1, "none", 2)])
     found, ours = train_together(rank, build(), "sgd", batches(), nll, made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import meshwright as mw
@@ -113,6 +114,164 @@ def trained(rank: int) -> list[str]:
 
 def test_reading_without_a_gradient_is_as_it_was(ranks):
     assert ranks(2)(trained) == [["Parameter"] * 2] * 2
+
+
+class TrainingOnly(Keeping):
+    """Keeps its loss in training only, as many layers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        if not self.training:
+            self.losses.clear()
+            del self.inner
+        return made
+
+
+def validates_first(rank: int) -> dict[str, Tensor]:
+    """Evaluates with gradients before it trains on uneven shares."""
+    torch.manual_seed(2)
+    model = TrainingOnly()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = [slice(0, 5)]
+    if rank >= 0:
+        parts = [slice(0, 3), slice(3, 5)]
+        apply(model, optimizer, plan_by_hand(2, (WHOLE,)))
+    torch.manual_seed(3)
+    (x,), target = make_batch(5).args, torch.arange(5) % 3
+    model.eval()
+    model(x)
+    model.train()
+    part = parts[max(rank, 0)]
+    plain = F.cross_entropy(model(x[part]), target[part])
+    (plain + model.losses[0]).backward()
+    optimizer.step()
+    return mw.full_state_dict(model) if rank >= 0 else model.state_dict()
+
+
+def test_a_loss_that_is_kept_in_training_only_is_weighted_after_an_evaluation(ranks):
+    alone = validates_first(-1)
+    for state in ranks(2)(validates_first):
+        for name, value in alone.items():
+            torch.testing.assert_close(state[name], value, msg=name)
+
+
+# -- parameters that are not the model's -----------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output * self.scale, target)
+
+
+def learns_a_loss(rank: int, *, planned: bool) -> list[str]:
+    """What is said in two steps; ``planned``: the loss has a plan of its own."""
+    model, criterion = Keeping(), Weighted()
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    apply(model, optimizer, plan_by_hand(2, (WHOLE,)))
+    if planned:
+        apply(criterion, None, plan_by_hand(2))
+    batch = make_batch(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            criterion(model(*batch.args), batch.target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+def test_parameters_of_the_loss_are_told_of_once(ranks):
+    said, other = ranks(2)(learns_a_loss, planned=False)
+    assert len(said) == 1
+    assert "updates parameters that are not of the model" in said[0]
+    assert "their shapes: [3]" in said[0]
+    assert other == []
+    assert ranks(2)(learns_a_loss, planned=True) == [[], []]
+
+
+def grows(rank: int) -> None:
+    model = Keeping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    apply(model, optimizer, plan_by_hand(2, (WHOLE,)))
+    nn.Sequential(nn.Linear(2, 2))  # another model is nobody's business
+    (x,) = make_batch(2).args
+    model(x).sum().backward()
+    model.last = nn.Sequential(model.last, nn.Linear(3, 3).requires_grad_(False))
+    model(x).sum().backward()
+    model.last.append(nn.Linear(3, 2))
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(mw.InputError, match=r"parameter 'last.2.weight' came.*before auto"):
+        model(x)
+
+
+def test_a_parameter_that_comes_late_is_refused(ranks):
+    ranks(2)(grows)
+
+
+def sets_gradients(rank: int) -> list[str]:
+    """What is said of a step on gradients that were taken and set, after one of a penalty on them
+    and one of a backward."""
+    model = Keeping()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    apply(model, optimizer, plan_by_hand(2, (WHOLE,)))
+    batch = make_batch(2)
+    said: list[str] = []
+    for way in ("penalty", "backward", "set", "set"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = F.cross_entropy(model(*batch.args), batch.target)
+            if way == "backward":
+                loss.backward()
+            else:
+                taken = torch.autograd.grad(loss, parameters, create_graph=way == "penalty")
+                if way == "penalty":
+                    (loss + sum(g.square().sum() for g in taken)).backward()
+                for parameter, gradient in zip(parameters, taken, strict=True):
+                    parameter.grad = gradient if way == "set" else parameter.grad
+            optimizer.step()
+            optimizer.zero_grad()
+        said += [f"{way}: {warning.message}" for warning in caught]
+    return said
+
+
+def test_gradients_that_are_set_are_told_of_once(ranks):
+    said, other = ranks(2)(sets_gradients)
+    assert len(said) == 1
+    assert said[0].startswith("set: the optimizer's step used gradients that no backward has made")
+    assert other == []
+
+
+# -- a model that is not called --------------------------------------------------------------------
+
+
+class WithStep(Keeping):
+    def training_step(self, batch: mw.Batch) -> Tensor:
+        return F.cross_entropy(self.forward(*batch.args), batch.target)
+
+
+def steps_by_a_method(rank: int) -> list[str]:
+    model = WithStep()
+    apply(model, None, plan_by_hand(2, (WHOLE,)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.training_step(make_batch(2)).backward()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_model_that_is_trained_and_not_called_is_told_of_once(ranks):
+    said, other = ranks(2)(steps_by_a_method)
+    assert len(said) == 1
+    assert "the model itself was not called" in said[0]
+    assert other == []
 
 
 class Within(nn.Module):

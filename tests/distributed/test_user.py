@@ -603,10 +603,11 @@ def is_freed_with_its_model(rank: int) -> None:
         model = net()
         apply(model, None, chosen)
         model(part(rank, [2, 2])[0]).sum().backward()
-        run = weakref.ref(model._meshwright_run)
+        run, body = weakref.ref(model._meshwright_run), model[0]
         del model
         gc.collect()
         assert run() is None
+        apply(nn.Sequential(body), None, plan(2))  # no plan looks after it any more
 
 
 def says_what_is_wrong(rank: int) -> None:
@@ -646,6 +647,30 @@ def says_what_is_wrong(rank: int) -> None:
     apply(model, factored, plan(2))
     with pytest.raises(InputError, match="already"):
         apply(model, factored, plan(2))
+    both_heads = nn.ModuleDict({"body": model[0], "head": nn.Linear(6, 2)})
+    with pytest.raises(InputError, match=r"'body.weight' is of another model.*one module"):
+        apply(both_heads, None, plan(2))
+
+
+def checks_each_optimizer(rank: int) -> None:
+    """Of several optimizers the plan is told of one; what the others may not do is refused too."""
+    model = net()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    given = torch.optim.SGD([p for p in model.parameters() if p.ndim < 2], lr=0.1)
+    whole, other = torch.optim.Muon(matrices, lr=0.1), torch.optim.SGD(matrices, lr=0.1)
+    apply(model, given, both(2)[1])
+    x, y = part(rank, [2, 2])
+    F.cross_entropy(model(x), y).backward()
+    before = [p.detach().clone() for p in matrices]
+    with pytest.raises(InputError, match="optimizer Muon looks at whole parameters"):
+        whole.step()
+    assert all(torch.equal(p, old) for p, old in zip(matrices, before, strict=True))
+    other.step()
+    given.step()
+    assert not any(torch.equal(p, old) for p, old in zip(matrices, before, strict=True))
+    del model, given  # by priority its steps know the run
+    gc.collect()
+    whole.step()  # nothing is divided any more that anybody knows of
 
 
 def lazy(tensor: Tensor) -> bool:
@@ -695,6 +720,7 @@ CHECKS = [
     copies_are_plain,
     is_freed_with_its_model,
     says_what_is_wrong,
+    checks_each_optimizer,
 ]
 
 

@@ -349,6 +349,33 @@ def verify_picky(rank: int) -> tuple[verification.Verification, list[str]]:
     return verify_on_ranks(plan_by_hand(2), picky(), batch=4), said
 
 
+class Lengths(nn.Linear):
+    """Is told of each sample how much of it counts, in a list."""
+
+    def forward(self, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        pairs = zip(x, lengths, strict=True)
+        return torch.stack([super(Lengths, self).forward(row[:n].mean(0)) for row, n in pairs])
+
+
+def verify_lengths(rank: int) -> str:
+    def make_batch(size: int) -> mw.Batch:
+        return mw.Batch(
+            (torch.randn(size, 5, 3), [1 + i % 5 for i in range(size)]), torch.randn(size, 2)
+        )
+
+    given = mw.Workload("lengths", Lengths(3, 2), make_batch, nn.functional.mse_loss)
+    with pytest.raises(mw.InputError) as caught:
+        verify_on_ranks(plan_by_hand(2), given, batch=8)
+    return str(caught.value)
+
+
+def test_what_cannot_be_shared_out_is_told(ranks):
+    for said in ranks(2)(verify_lengths):
+        assert "takes its batch of 8 and fails on 4 samples of it" in said
+        assert "test_verify_plan.py, line" in said
+        assert "make what it has of each sample (a list of lengths, say) a tensor" in said
+
+
 def goal_of(plan: Plan, batch: int) -> Plan:
     return msgspec.structs.replace(plan, goal=msgspec.structs.replace(plan.goal, batch=batch))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import msgspec
+from meshwright.cli.render.advice import advice_sentence
+from meshwright.planner.explain.advice import Advice, Way
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import load, save
 
@@ -38,3 +41,17 @@ def test_a_fast_network_is_not_what_binds(meshwright, profile_file, tmp_path):
     assert json.loads(done.out)["ways"][0]["ranks"] == 2
     words = " ".join(meshwright("advise", profile_file, "-c", fast, "--batch", 4096).out.split())
     assert "Computing binds" in words
+
+
+def test_data_parallelism_is_not_compared_with_itself():
+    plain = Way(
+        name="data parallel (DDP)", changes="nothing", ranks=2, batch=8, step_s=1.0,
+        samples_per_s=8.0, gain=1.0,
+    )  # fmt: skip
+    alone = msgspec.structs.replace(plain, name="one device", ranks=1, gain=0.5)
+    found = Advice(target="x", batch=8, ranks=2, compute_s=1.0, exchange_s=0.1, ways=(plain, alone))
+    assert advice_sentence(found).endswith(
+        "The data parallel (DDP) is the quickest way that changes nothing."
+    )
+    found = msgspec.structs.replace(found, ways=(alone,))
+    assert "one device is 0.50 times as fast as data parallelism" in advice_sentence(found)

@@ -240,6 +240,22 @@ def test_a_loss_that_compares_samples_is_told():
         check_mean(workload(nn.ReLU(), contrast))
 
 
+def by_class(output, target):
+    weight = torch.tensor([1.0, 2.0, 3.0], dtype=output.dtype)
+    return F.cross_entropy(output, target, weight=weight)
+
+
+def test_a_mean_over_weights_is_told_with_what_a_loop_says():
+    with pytest.warns(UserWarning, match=r"'test' is a mean.*unequally.*mw.loss_weight"):
+        check_mean(workload(nn.BatchNorm1d(WIDTH), by_class))
+    assert "mw.loss_weight" in cause(workload(nn.ReLU(), by_class))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_module_that_compares_samples_is_no_weighted_mean():
+    check_mean(workload(Centred()))
+
+
 def test_a_model_that_takes_other_sizes_only_is_asked_with_those():
     class Fours(nn.Module):
         def forward(self, x):

@@ -493,6 +493,36 @@ def test_sparse_gradients_are_refused(kind) -> None:
         discover(model, Batch((torch.zeros(3, 2, dtype=torch.long),), None))
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_forward_that_changes_its_parameter_is_refused(kind) -> None:
+    model = nn.Sequential(kind(9, 4, max_norm=1.5))
+    with pytest.raises(InputError, match=r"'0' has max_norm=1.5.*build it without"):
+        discover(model, Batch((torch.zeros(3, 2, dtype=torch.long),), None))
+
+
+class Slopes(nn.Module):
+    """Takes a derivative of a network in its forward, as physics-informed ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.last = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.func.vmap(torch.func.jacrev(lambda one: self.net(one)[0]))(x))
+
+
+def test_modules_inside_a_transform_are_no_units() -> None:
+    """They cannot be run by themselves with what they are given there."""
+    found = discover(Slopes(), Batch((torch.randn(4, 2),), None))
+    (whole,) = [unit for unit in found.units if unit.modules]
+    assert whole.modules == ("",)
+    assert "'net' in it is called inside a transform of torch.func" in whole.stays_whole
+    outer = nn.Sequential(nn.Linear(2, 2), Slopes())
+    found = discover(outer, Batch((torch.randn(4, 2),), None))
+    assert [unit.name for unit in found.units if unit.modules] == ["0", "1"]
+
+
 def test_batches_are_of_a_size_that_the_model_takes() -> None:
     sizes = []
 
