@@ -4,11 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Else every rank of every test compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 # One thread for each process, as in a training run: several ranks share the cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Tests of a single process share the cores; those that start ranks have them for themselves.
+# Tests of a single process share the cores. Ranks wait for each other most of the time: two files
+# with tests of them are run at once. What measures time has the machine for itself.
 SINGLE := $(TEST) -n auto --dist loadfile tests/unit tests/property
-SEVERAL := $(TEST) tests/distributed tests/gpu tests/testbed
+SEVERAL := $(TEST) -n 2 --dist loadfile tests/distributed tests/gpu
+ALONE := $(TEST) tests/distributed tests/gpu tests/testbed
 # What another Python or other versions of what we build on would break first.
 SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/test_imports.py tests/distributed/test_training.py
 # Of the command line all but what plans a lot, or runs a lot of it, which takes minutes.
@@ -75,11 +79,13 @@ demo: $(VENV)/run.stamp
 
 test: $(VENV)/frameworks.stamp
 	$(SINGLE) -m "not slow and not long"
-	$(SEVERAL) -m "not slow and not long"
+	$(SEVERAL) -m "not slow and not long and not alone"
+	$(ALONE) -m "not slow and not long and alone"
 
 test-all: $(VENV)/vision.stamp $(VENV)/frameworks.stamp
 	$(SINGLE) -m "not long"
-	$(SEVERAL) -m "not long"
+	$(SEVERAL) -m "not long and not alone"
+	$(ALONE) -m "not long and alone"
 
 test-long: $(VENV)/frameworks.stamp
 	$(TEST) -m long

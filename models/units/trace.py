@@ -51,8 +51,8 @@ class Event:
     ``made`` are the tensors among them. ``stack`` are
     the names of the modules in whose call it happens, the model itself (``""``) first. Of a module
     ``takes_one`` says that it is called with one positional argument and nothing else,
-    ``makes_one`` that it returns one tensor by itself, ``transformed`` that it is given tensors with
-    a gradient inside a transform of ``torch.func`` (vmap, grad), where these cannot be copied.
+    ``makes_one`` that it returns one tensor by itself, ``transformed`` that it is given tensors
+    with a gradient inside a transform of ``torch.func`` (vmap, grad), where these cannot be copied.
     """
 
     index: int

@@ -1,5 +1,6 @@
 """Runs functions on several ranks: processes that stay for the next test, as importing torch takes
-longer than most of what they do.
+longer than most of what they do. They are forked from one process that has imported it and does
+nothing else.
 
 Calls share a process group (gloo, over a store that this process keeps), as its threads and
 connections are costly; after one that failed they get a new one, as a collective may be stuck in
@@ -31,6 +32,8 @@ from typing import Any
 HERE = Path(__file__).parent
 STARTUP_S = 60.0
 LEAVE = b"leave"
+# What every rank needs: torch's optimizers import the compiler when the first of them is made.
+IMPORTED = ["torch.distributed", "torch._dynamo", "meshwright.api", "meshwright.executor.apply"]
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,14 @@ class Ranks:
 
         self.stop()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.size, self._store.port, theirs, self.backend),
+                args=(rank, self.size, self._store.port, theirs, self.backend, environment),
                 daemon=True,
             )
             with _one_thread():
@@ -153,10 +158,15 @@ def _one_thread() -> Any:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str) -> None:
+def _serve(
+    rank: int, size: int, port: int, pipe: Connection, backend: str, environment: dict[str, str]
+) -> None:
     import torch
     from torch.distributed import TCPStore
 
+    os.environ.update(environment)  # as it is now, not as it was when the first rank was started
+    gc.collect()
+    gc.freeze()
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTUP_S))
@@ -219,8 +229,11 @@ def _answer(
             backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=30)
         )
     try:
+        known = len(sys.modules)
         value = function(rank, *args, **kwargs)
         gc.collect()  # models and their hooks refer to each other
+        if len(sys.modules) > known:
+            gc.freeze()
         return value, "", "", ""
     except Exception as error:
         return None, str(error), type(error).__name__, traceback.format_exc()

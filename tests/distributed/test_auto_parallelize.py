@@ -262,6 +262,7 @@ def plan_for_too_few_samples(rank: int, cache: str) -> list[str]:
     return [str(w.message) for w in caught if "global batch" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_a_global_batch_that_leaves_ranks_without_samples_is_told(ranks, tmp_path):
     (told,), others = ranks(2)(plan_for_too_few_samples, str(tmp_path), limit_s=LIMIT_S)
     assert "a global batch of 1 leaves 1 of 2 ranks without samples" in told
@@ -427,6 +428,7 @@ def run_alone(code: str, tmp_path: Path, **environment: str) -> subprocess.Compl
     )
 
 
+@pytest.mark.slow
 def test_without_torchrun_it_is_a_world_of_one(tmp_path):
     done = run_alone(ALONE, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ from plans import scheduled
 from tests.processes import alive, wait_until
 
 pytestmark = [
+    pytest.mark.alone,  # at the lowest priority it hardly runs beside other tests
     pytest.mark.timeout(120),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel"),
 ]

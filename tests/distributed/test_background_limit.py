@@ -16,6 +16,7 @@ from meshwright.executor.background.protocol import Settings
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.timeout(180),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel"),
 ]

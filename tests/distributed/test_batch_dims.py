@@ -96,7 +96,9 @@ def plans_by_itself(rank: int, kind: str) -> tuple[int, Any]:
     return plan.goal.batch, plan.unit("@input").batch_dims
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("example", 8), ("workload", 64)])
+@pytest.mark.parametrize(
+    ("kind", "batch"), [pytest.param("example", 8, marks=pytest.mark.slow), ("workload", 64)]
+)
 def test_a_user_need_not_say_where_samples_are(ranks, kind, batch):
     # One tensor of inputs, whose samples are in dim 1.
     assert ranks(2)(plans_by_itself, kind, limit_s=120) == [(batch, (1,))] * 2

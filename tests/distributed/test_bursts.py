@@ -190,6 +190,7 @@ def overlaps(rank: int) -> None:
     torch.testing.assert_close(output, alone(x))
 
 
+@pytest.mark.alone
 def test_branches_on_different_ranks_overlap(ranks):
     ranks(2)(overlaps)
 

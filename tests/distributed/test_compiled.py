@@ -255,6 +255,7 @@ def verifies(rank: int, layout: str) -> bool:
     return verify_on_ranks(made, compiled, timeout_s=50).passed
 
 
+@pytest.mark.slow
 def test_verify_takes_compiled_models(ranks):
     assert ranks(2)(verifies, "divided", limit_s=100) == [True, True]
 
@@ -279,5 +280,6 @@ def measures_and_trains(rank: int, cache: str) -> None:
     assert plans[0].provenance.profile != plans[1].provenance.profile
 
 
+@pytest.mark.slow
 def test_auto_parallelize_measures_what_is_compiled_anew(ranks, tmp_path):
     ranks(2)(measures_and_trains, str(tmp_path), limit_s=200)

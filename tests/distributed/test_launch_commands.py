@@ -182,10 +182,9 @@ def test_example_of_a_script(tmp_path):
 
 
 @pytest.mark.slow
-def test_example_of_a_model_of_ones_own(tmp_path):
-    target = f"{EXAMPLES / 'own_model.py'}:tagger"
-    meshwright("probe", "-o", "cluster.json", cwd=tmp_path)
-    meshwright("plan", target, "-c", "cluster.json", "--batch", 64, "-o", "p.json", cwd=tmp_path)
+def test_example_of_a_model_of_ones_own(measured, tmp_path):
+    target, links = f"{EXAMPLES / 'own_model.py'}:tagger", measured / "cluster.json"
+    meshwright("plan", target, "-c", links, "--batch", 64, "-o", "p.json", cwd=tmp_path)
     assert "PASS" in meshwright("verify", "p.json", cwd=tmp_path)
     assert "step time" in meshwright("launch", "p.json", "--steps", 5, cwd=tmp_path)
 

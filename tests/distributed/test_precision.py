@@ -171,7 +171,12 @@ def reads_what_is_around(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [trains_a_users_loop, keeps_what_has_stepped, reads_what_is_around]
+    "check",
+    [
+        pytest.param(trains_a_users_loop, marks=pytest.mark.slow),
+        keeps_what_has_stepped,
+        reads_what_is_around,
+    ],
 )
 def test_auto_parallelize(ranks, check):
     ranks(WORLD)(check)

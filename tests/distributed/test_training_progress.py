@@ -20,6 +20,7 @@ from meshwright.planner.schema.plan import Plan
 from meshwright.profiler.overhead import UNPREDICTED
 from plans import plan, scheduled
 
+pytestmark = pytest.mark.alone
 SLOW_S = 0.03
 
 

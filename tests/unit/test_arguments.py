@@ -111,7 +111,7 @@ def test_micro_batches_of_what_is_no_batch(alone: nn.Module, batch: object):
 
 
 def test_the_demo_asks_for_its_data_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(InputError, match=r"needs scikit-learn: .*meshwright\[data\]"):
         demonstration.demo(tmp_path / "kept")
     assert not (tmp_path / "kept").exists()

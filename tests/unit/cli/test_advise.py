@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import msgspec
+import pytest
 from meshwright.cli.render.advice import advice_sentence
 from meshwright.planner.explain.advice import Advice, Way
 from meshwright.planner.schema.plan import Plan
@@ -33,6 +34,7 @@ def test_the_ways_are_a_table_a_sentence_and_a_file(
     assert load(Plan, plan).prediction.step_s == rounded["step_s"]
 
 
+@pytest.mark.slow
 def test_a_fast_network_is_not_what_binds(meshwright, profile_file, tmp_path):
     fast = tmp_path / "fast.json"
     save(cluster_of(2, gbit_s=10_000), fast)

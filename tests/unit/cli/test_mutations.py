@@ -487,7 +487,7 @@ def test_wrong_files_first(runner: Runner, tmp_path: Path):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("numbers", sampled(portions(FILES), 2), ids=str)
+@pytest.mark.parametrize("numbers", sampled(portions(FILES), 1), ids=str)
 def test_wrong_files(runner: Runner, tmp_path: Path, numbers: range):
     run_all(runner, numbers, one_file, tmp_path)
 

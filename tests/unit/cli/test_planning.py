@@ -77,6 +77,7 @@ def test_a_batch_that_does_not_divide_is_allowed_and_said(meshwright, profile_fi
     assert "2 of them take 32 samples and the others 31" in done.err
 
 
+@pytest.mark.slow
 def test_a_limit_below_data_parallelism_gives_a_plan_that_fits(
     meshwright, vgg_file, cluster_file, tmp_path
 ):
@@ -154,6 +155,7 @@ def test_pins_hold_whoever_searches(meshwright, profile_file, cluster_file, tmp_
     assert all(str(u.layout) != "(4,2)" for u in made.units)
 
 
+@pytest.mark.slow
 def test_device_seconds_within_a_step_limit(meshwright, vgg_file, tmp_path):
     links = tmp_path / "fast.json"
     save(cluster_of(8, gbit_s=100), links)
@@ -377,6 +379,7 @@ def test_round_trip_of_the_printed_plan(meshwright, plan_file, plan):
     assert encode(plan) == plan_file.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_lossy_exchange_is_planned_where_fidelity_was_measured(
     meshwright, profile_file, tmp_path
 ):
@@ -432,6 +435,7 @@ def test_a_proof_says_within_what(meshwright, profile_file, cluster_file):
     assert "proved best by the integer solver under the pins and the schedule by " in words
 
 
+@pytest.mark.slow
 def test_a_plan_that_fills_its_gpus_is_said_to(meshwright, profile_file, tmp_path):
     def said(memory_bytes, *more):
         path = tmp_path / "small.json"

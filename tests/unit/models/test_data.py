@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from meshwright.models.workload import Batch, Workload
-from meshwright.models.zoo import build
+from meshwright.models.zoo import build, data
 from meshwright.models.zoo.data import BYTES, NO_BYTE, Pictures, digits, windows
 
 
@@ -19,6 +19,16 @@ def test_digits_come_in_the_size_that_a_model_takes(split: str, count: int):
     assert large.args[0].shape == (count, 3, 32, 32)
     assert large.args[0][:, 0].equal(large.args[0][:, 2])
     assert large.target.equal(small.target)
+
+
+@pytest.mark.parametrize("place", [data.DIGITS, ("elsewhere",)])
+def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch, place: tuple[str, ...]):
+    monkeypatch.setattr(data, "DIGITS", place)
+    shipped = pytest.importorskip("sklearn.datasets").load_digits()
+    images, labels = data._shipped_digits()
+    assert images.dtype == torch.float32
+    assert images.equal(torch.as_tensor(shipped.images, dtype=torch.float32))
+    assert labels.equal(torch.as_tensor(shipped.target))
 
 
 def test_digits_are_standardised_and_split_without_overlap():
@@ -42,7 +52,7 @@ def test_the_split_ignores_the_seed_and_leaves_it_alone():
 
 
 def test_without_scikit_learn_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ValueError, match=r"needs scikit-learn: .*meshwright\[data\]"):
         data_of(build("mlp"), "train")
 

@@ -202,6 +202,7 @@ def test_of_many_units_those_that_take_most_have_alternatives(monkeypatch):
     assert why.units_told(10) == 1
 
 
+@pytest.mark.slow
 def test_a_thousand_units_are_explained_in_seconds():
     units = [linear(f"fc{i}", 256, 256, 1e-5) for i in range(1000)]
     profile, links = chain_profile(units), cluster(8)

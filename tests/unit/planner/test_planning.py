@@ -122,7 +122,7 @@ def test_unequal_device_memories_bind_each_at_its_own_rank(vgg16):
     assert plan.prediction.peak_bytes[plan.placement.index(7)] <= need * 4 // 5
 
 
-@pytest.mark.parametrize("batch", [100, 256])
+@pytest.mark.parametrize("batch", [pytest.param(100, marks=pytest.mark.slow), 256])
 def test_a_planned_step_does_not_rise_with_bandwidth(vgg16, batch):
     """From 10 Mbit/s to 1 Tbit/s in steps of ten. For fixed decisions it never does, however small
     the step (tests/property); the heuristic proves nothing of the decisions that it finds."""

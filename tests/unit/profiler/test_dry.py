@@ -72,7 +72,7 @@ def test_seven_billion_parameters_on_64_devices(tmp_path):
     links = ("--inter-gbit-s", 200, "--intra-gbyte-s", 250, "-o", "cluster.json")
     run("cluster", "--device", "a100-sxm-80gb", "--nodes", 8, "--devices-per-node", 8, *links)
     made = ("llama.json", "--cluster", "cluster.json", "--batch", 128, "--optimizer", "adamw")
-    run("plan", *made, "--micro-batches", "1,2", "--time-limit", 30, "-o", "plan.json")
+    run("plan", *made, "--micro-batches", "1,2", "--time-limit", 10, "-o", "plan.json")
     given = ("--profile", "llama.json", "--cluster", "cluster.json")
     found = json.loads(run("explain", "plan.json", "--memory", *given, "--json"))
     # One and a half on an idle machine of two cores; tests beside it take their part.
