@@ -24,7 +24,7 @@ STOPPED = 130
 # Characters of a path that are shown of one that is too long.
 LONGEST_NAME = 80
 # Objects made after which Python looks for circles of garbage (itself: 700 to 2,000, by version).
-GARBAGE = 10_000
+GARBAGE = 50_000
 
 app = typer.Typer(
     name="meshwright",

@@ -68,6 +68,15 @@ class _Share(NamedTuple):
     shard_bytes: int
 
 
+class UnitSizes(NamedTuple):
+    """Bytes of a member's shard of a unit: its parameters, those of them that are trained, and what
+    it has of the tensor that is exchanged."""
+
+    shard_bytes: int
+    trained_bytes: int
+    gradient_bytes: int
+
+
 class EdgeCost(NamedTuple):
     """The redistribution of one edge's tensor, forward and backward, the bytes that the busiest
     rank receives forward, those of all that stands side by side as the gradient goes back, and of a
@@ -181,8 +190,7 @@ class CostModel(Exchanges):
         unit, (layout, style) = self.profile.units[k], option[:2]
         samples = self._most_samples(layout)
         share = self._share(k, style, layout)
-        trained = share.trained_bytes
-        payload = self.payload_bytes(option, trained)
+        _, trained, payload = self.unit_sizes(k, option)
         exchange, slice_s = self.exchanged(option, payload)
         inner_forward, inner_backward = self._inner(k, option, samples)
         # The rank waits for the copies of a mirror on the host: to the device and back.
@@ -208,6 +216,12 @@ class CostModel(Exchanges):
             assert host_rate is not None, "refused where the rate is not known"
             cost = offloaded(cost, saved_bytes(unit, style, layout.degree, samples) / host_rate)
         return released(cost) if option.early_release else cost
+
+    def unit_sizes(self, k: int, option: Option) -> UnitSizes:
+        """The bytes of ``unit``'s cost, without its seconds."""
+        share = self._share(k, option.style, option.layout)
+        trained = share.trained_bytes
+        return UnitSizes(share.shard_bytes, trained, self.payload_bytes(option, trained))
 
     def _share(self, k: int, style: Style, layout: Layout) -> _Share:
         """A member's share, which a unit's many policies in one layout have in common: its times

@@ -82,7 +82,7 @@ class MemoryModel:
         return self._units[key]
 
     def _unit(self, k: int, option: Option, samples: int) -> UnitBytes:
-        unit, cost = self.model.profile.units[k], self.model.unit(k, option)
+        unit, own = self.model.profile.units[k], self.model.unit_sizes(k, option)
         sliced, many = self.model.sliced, self.model.micro_batches > 1
         saved, maps, workspace, new_grad, never_together = self._share(k, option, samples)
         resident = self._resident(k, option, samples, saved)
@@ -93,7 +93,7 @@ class MemoryModel:
         gone = saved - resident
         if option.memory == "recompute" and not option.segment:
             resident += self.unsaved_input_bytes(k, option.layout, samples)
-        trained, sizes = cost.trained_bytes, self.sizes_bytes(k, option)
+        trained, sizes = own.trained_bytes, self.sizes_bytes(k, option)
         largest = max((size for _, size in sizes), default=0)
         # Where nobody has measured what is new at once. What is not reached is never new: its zeros
         # are made where they are sent.
@@ -119,7 +119,7 @@ class MemoryModel:
             output_gradients = samples * sum(after)
         return UnitBytes(
             Persistent(
-                weights=cost.shard_bytes + unit.state_bytes - part.saved,
+                weights=own.shard_bytes + unit.state_bytes - part.saved,
                 optimizer=self._state_bytes(k, option, trained),
                 residual=feedback.always,
             ),
@@ -134,7 +134,7 @@ class MemoryModel:
                 new_grad=(new if self.makes_new(option.layout) else 0.0) + summed,
                 never_together=never_together,
                 workspace=workspace + gone + part.forward,
-                bucketed=cost.gradient_bytes,
+                bucketed=own.gradient_bytes,
                 exchange_temp=self._exchange_temp(
                     k, option, samples, trained, feedback.moment, part
                 ),

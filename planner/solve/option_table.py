@@ -141,10 +141,19 @@ class TieTable(NamedTuple):
 
 
 class OptionTable:
-    """The options of a cost model's units within a capability; bytes are those at ``position``."""
+    """The options of a cost model's units within a capability; bytes are those at ``position``.
+    ``options`` lists fewer of them, at least one in each state."""
 
-    def __init__(self, model: CostModel, capability: Capability, position: int = 0) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        capability: Capability,
+        position: int = 0,
+        options: Sequence[tuple[Option, ...]] | None = None,
+    ) -> None:
         self.model, self.capability = model, capability
+        if options is not None:
+            self.options = tuple(options)
         self.memory = memory_of(model)
         self.figures = UnitFigures(model, self.memory, position)
         self._edge_figures = EdgeFigures(model)

@@ -207,11 +207,28 @@ def _check(problem: Problem) -> None:
 
 def _load() -> None:
     """Registers the solvers that come with the planner."""
-    # Late: they load the libraries that they solve with.
-    from .heuristic import heuristic
+    for name, make in (
+        ("heuristic", _heuristic), ("integer", _integer), ("lagrangian", _lagrangian),
+    ):  # fmt: skip
+        register(name, make)
+
+
+# Imported when one of them is asked: they load the libraries that they solve with.
+
+
+def _heuristic() -> Solver:
+    from .heuristic.heuristic import Heuristic
+
+    return Heuristic()
+
+
+def _integer() -> Solver:
     from .ilp.solver import IntegerSolver
+
+    return IntegerSolver()
+
+
+def _lagrangian() -> Solver:
     from .lagrangian.solver import LagrangianSolver
 
-    register("heuristic", heuristic.Heuristic)
-    register("integer", IntegerSolver)
-    register("lagrangian", LagrangianSolver)
+    return LagrangianSolver()

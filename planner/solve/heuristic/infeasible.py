@@ -261,15 +261,14 @@ def _on_nodes(problem: Problem, nodes: int) -> Problem:
 
 def _enough(larger: Problem, evidence: Evidence, deadline: float) -> bool | None:
     """Whether a larger cluster has a plan; None where that was not found out."""
+    # A program is built and has its least time however little is left: not asked then. Where it is
+    # asked, it knows sooner than the search does.
+    few = state_pairs(larger) <= NODES_PAIRS
+    if evidence.proves and few and time.perf_counter() <= deadline - NODES_S / 2:
+        return evidence.fits(larger, deadline)
     if feasible(larger):
         return True
-    if not evidence.proves:
-        return False
-    # A program is built and has its least time however little is left: not asked then.
-    few = state_pairs(larger) <= NODES_PAIRS
-    if not few or time.perf_counter() > deadline - NODES_S / 2:
-        return None
-    return evidence.fits(larger, deadline)
+    return None if evidence.proves else False
 
 
 # -- sentences -----------------------------------------------------------------------------------

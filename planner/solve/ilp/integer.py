@@ -68,7 +68,8 @@ SCALE = 100.0
 
 class Program(Variables):
     """The program of one option table. With ``excess`` memory may be exceeded, by a variable share;
-    the limits on memory may be those of another model's goal (``limits_of``)."""
+    the limits on memory may be those of another model's goal (``limits_of``). Where nothing limits
+    or asks for seconds it may be ``untimed``: without the rows of (4) and (5)."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Program(Variables):
         *,
         excess: bool = False,
         limits_of: CostModel | None = None,
+        untimed: bool = False,
     ) -> None:
         super().__init__(table)
         plain = choice(self.model, self.model.baseline, problem.schedule)
@@ -84,7 +86,8 @@ class Program(Variables):
         together = table.memory.updates_together
         self.rows = rows(self.model.micro_batches, problem.schedule, together=together)
         self.step = self.new("T")
-        self._step(waits_for_slices=problem.schedule == "priority")
+        if not untimed:
+            self._step(waits_for_slices=problem.schedule == "priority")
         self.excess = self.new("v") if excess else None
         memory = MemoryRows(self, self.rows, self.excess)
         for i, each in enumerate(memory_classes(table, limits_of or self.model)):

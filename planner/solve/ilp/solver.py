@@ -24,7 +24,7 @@ from ...schema.goal import Goal
 from ...schema.options import Decisions, ties_agree
 from ..answer import Choice, DisagreementError, answer, choice
 from ..choices import all_may_have
-from ..evaluate import evaluation, rank_memory
+from ..evaluate import evaluation, limits_bytes, rank_memory
 from ..heuristic.checkpointing import fits_in_segments
 from ..heuristic.infeasible import Closest, explain, needed
 from ..heuristic.least_memory import LeastMemory, least_memory, memory_models, never_fits
@@ -34,6 +34,7 @@ from ..highs import Interruption, Solved, run
 from ..option_table import OptionTable
 from ..problem import Infeasibility, Problem, Result
 from .integer import Program
+from .least_options import least_options, only_memory
 
 ROUNDING = 1e-6
 # A program must reach the best objective so far, with this much room for rounding.
@@ -258,14 +259,19 @@ def _least_memory(every: Sequence[tuple[Problem, CostModel]], deadline: float) -
     bounds = ((least_memory(problem, model), problem, model) for problem, model in every)
     known = [(bound, problem, model) for bound, problem, model in bounds if bound is not None]
     # A program is solved only where the bound from below leaves room for a plan that is better than
-    # those known; the lowest bound first, so that few are.
-    for bound, problem, model in sorted(known, key=lambda each: each[0].over_bytes):
+    # those known; the lowest bound first, so that few are. Before all, though, those of the problem
+    # that allows most: knowing its plan, the others' programs are soon shown to have none as good.
+    widest = every[-1][0]
+    for bound, problem, model in sorted(
+        known, key=lambda each: (each[1] is not widest, each[0].over_bytes)
+    ):
         if best is not None and bound.over_bytes >= best.over_bytes:
-            break
+            continue
         easiest = choice(model, bound.decisions, problem.schedule)
         chosen: Choice | None = easiest
         if not _is_plan(easiest) or easiest.over_bytes > bound.over_bytes:
-            chosen, solved = _least(problem, model, "memory_limit_bytes", deadline, bound)
+            over = None if best is None else best.over_bytes
+            chosen, solved = _least(problem, model, "memory_limit_bytes", deadline, bound, over)
             proved &= solved
         if chosen is not None and (best is None or chosen.over_bytes < best.over_bytes):
             best = chosen
@@ -292,9 +298,11 @@ def _least(
     what: str,
     deadline: float,
     bound: LeastMemory | None = None,
+    most_over_bytes: int | None = None,
 ) -> tuple[Choice | None, bool]:
     """The plan of one model that needs the least of a limit and keeps the others, and whether the
-    program for it was solved to the end. ``bound`` is known of memory."""
+    program for it was solved to the end. ``bound`` is known of memory; plans that are further over
+    its limits than ``most_over_bytes`` are not looked for."""
     free = msgspec.structs.replace(problem.goal, **{what: None})
     table = OptionTable(_with_goal(problem, model, free), problem.capability)
     if not all(table.options):
@@ -305,10 +313,17 @@ def _least(
         # counted in units of the limit, and thousands of millions of them are no numbers to solve
         # with.
         scaled = model.goal.memory_limit_bytes + bound.over_bytes
-        higher = msgspec.structs.replace(model.goal, memory_limit_bytes=scaled)
-        limits = _with_goal(problem, model, higher)
-    program = Program(problem, table, excess=what == "memory_limit_bytes", limits_of=limits)
+        wider = msgspec.structs.replace(model.goal, memory_limit_bytes=scaled)
+        limits = _with_goal(problem, model, wider)
+    excess, untimed = what == "memory_limit_bytes", False
+    if excess and only_memory(model):
+        table, untimed = least_options(problem, table, limits), True
+    program = Program(problem, table, excess=excess, limits_of=limits, untimed=untimed)
     program.minimise(what)
+    if program.excess is not None and most_over_bytes is not None:
+        there = zip(limits_bytes(model), limits_bytes(limits), strict=True)
+        share = max((limit + most_over_bytes) / higher - 1 for limit, higher in there)
+        program.excess.upBound = max(share, 0.0) + MARGIN
     solved = _run(program, deadline)
     done = solved.outcome in ("optimal", "infeasible")
     if solved.value is None:
@@ -334,7 +349,10 @@ def _has_plan(problem: Problem, model: CostModel, deadline: float, easiest: Deci
     table = OptionTable(model, problem.capability)
     if not all(table.options):
         return False
-    program = Program(problem, table)
+    untimed = only_memory(model)
+    if untimed:
+        table = least_options(problem, table, model)
+    program = Program(problem, table, untimed=untimed)
     program.minimise("memory_limit_bytes")  # without excess there is nothing to make small
     if _run(program, deadline).value is None:
         return False
