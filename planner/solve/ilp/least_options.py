@@ -74,5 +74,5 @@ def _undominated(options: Sequence[Option], columns: Matrix) -> tuple[Option, ..
         # [i, j] whether j has no more than i.
         less = (here[None, :, :] <= here[:, None, :]).all(axis=2)
         ahead = less & ~(less.T & np.triu(np.ones_like(less)))
-        found += [n for n, beaten in zip(numbers, ahead.any(axis=1), strict=True) if not beaten]
+        found += [numbers[i] for i in np.flatnonzero(~ahead.any(axis=1))]
     return tuple(options[n] for n in sorted(found))

@@ -114,7 +114,7 @@ def test_sums_are_timed_as_the_executor_makes_them(
     monkeypatch.setattr(collectives, "_SCATTER", getattr(dist, collectives._SCATTER.__name__))
     monkeypatch.setattr(MeasuredGroup, "_tensor", lambda self, use, count: torch.empty(count))
     group = MeasuredGroup(None, (0, 1), 0, device)  # type: ignore[arg-type]
-    group.operation("reduce_scatter", 16)()
+    group.operation("reduce_scatter", 64)()
     assert given == sizes
 
 
