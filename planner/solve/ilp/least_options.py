@@ -20,7 +20,7 @@ from ..option_table import OptionTable
 from ..problem import Problem
 from .memory_rows import memory_classes
 
-BESIDE = [AT[name] for name in ("bucketed", "unsharded", "gradients_sent", "offloaded")]
+COUNTED_APART = [AT[name] for name in ("bucketed", "unsharded", "gradients_sent", "offloaded")]
 """Bytes that others' points may have, and those that fill buckets."""
 
 
@@ -50,7 +50,7 @@ def least_options(problem: Problem, table: OptionTable, limits_of: CostModel) ->
         columns = [_besides(model, k, options)]
         for each in classes:
             own = each.figures[k]
-            columns += [own[:, OWN_BYTES] @ weights.T, own[:, BESIDE]]
+            columns += [own[:, OWN_BYTES] @ weights.T, own[:, COUNTED_APART]]
         kept.append(_undominated(options, np.hstack(columns)))
     return OptionTable(model, table.capability, options=kept)
 
