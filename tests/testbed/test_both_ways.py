@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 PROGRAM = Path(__file__).parent / "programs" / "both_ways.py"
-MIB, MBIT_S, LATE_S = 1.0, 40.0, 0.05
+MIB, MBIT_S, LATE_S = 4.0, 200.0, 0.05
 
 
 def test_neither_way_waits_for_the_other() -> None:
@@ -22,6 +22,8 @@ def test_neither_way_waits_for_the_other() -> None:
         done = bed.launch([str(PROGRAM), str(MIB), str(LATE_S)], timeout_s=60)
     assert [d.returncode for d in done] == [0, 0], [d.stderr[-800:] for d in done]
     one_way_s = MIB * 2**20 / (MBIT_S * 1e6 / 8)
-    # One way after the other takes twice as long: on one process group all of these did.
+    # One way after the other takes twice as long: on one process group all of these did, a gather
+    # half as long again.
     for host in done:
-        assert one_way_s < float(host.stdout) < 1.5 * one_way_s + LATE_S
+        for median_s in map(float, host.stdout.split()):
+            assert one_way_s < median_s < 1.3 * one_way_s
