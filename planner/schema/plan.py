@@ -72,6 +72,11 @@ class UnitPlan(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_batch_dims(self.name, self.batched_inputs, self.batch_dims)
+        if self.layout.groups % self.peers_per_host:
+            raise ValueError(
+                f"unit {self.name!r} has {self.layout.groups} peers, which do not divide into "
+                f"{self.peers_per_host} on each host"
+            )
 
     @property
     def lossy(self) -> bool:

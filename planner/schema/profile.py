@@ -1,5 +1,6 @@
 """ModelProfile: what was measured of a model, as units and the edges between them."""
 
+from collections.abc import Mapping
 from math import prod
 from typing import Literal
 
@@ -316,6 +317,8 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
                 raise ValueError(
                     f"edge {edge.source!r} to {edge.target!r} goes back: keep forward order"
                 )
+        for piece in self.pieces:
+            self._check_piece(piece, order)
         # The model's ends have the layout (W, 1): what can be decided lies between them.
         if not names or self.units[0].kind != "input" or self.units[-1].kind != "output":
             raise ValueError("units must begin with the model's input and end with its output")
@@ -327,6 +330,19 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         if len(set(listed)) != len(listed):
             twice = next(n for n in listed if listed.count(n) > 1)
             raise ValueError(f"node_times lists node {twice!r} twice")
+
+    def _check_piece(self, piece: PieceProfile, order: Mapping[str, int]) -> None:
+        """Raises ``ValueError`` for a piece of no modules, or of units that are not listed so."""
+        if not piece.modules:
+            raise ValueError("a piece names no modules")
+        for end in (piece.first, piece.last):
+            if end and end not in order:
+                raise ValueError(f"a piece names unit {end!r}, which is not listed")
+        if piece.first and piece.last and order[piece.first] > order[piece.last]:
+            raise ValueError(
+                f"piece {piece.modules[0]!r} goes from {piece.first!r} back to {piece.last!r}: "
+                "keep forward order"
+            )
 
     def unit(self, name: str) -> UnitProfile:
         """The unit of that name."""

@@ -160,8 +160,17 @@ def load(cls: type[RecordT], path: str | Path, given: str = "") -> RecordT:
 
 
 def save(record: Record, path: str | Path) -> None:
-    """Writes a record whole or not at all."""
-    write_whole(path, encode(record))
+    """Writes a record whole or not at all. Raises ``InputError`` for one that could not be read
+    again: its figures come from a file with figures that no machine has."""
+    data = encode(record)
+    try:
+        msgspec.json.decode(data, type=type(record))
+    except msgspec.ValidationError as error:
+        raise InputError(
+            f"{path} is not written, as it would be no valid {type(record).__name__}: {error}; a "
+            "file that it was made from has figures out of all measure"
+        ) from None
+    write_whole(path, data)
 
 
 def write_whole(path: str | Path, data: bytes) -> None:

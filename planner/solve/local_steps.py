@@ -25,6 +25,7 @@ from ..schema.plan import SHARDING, Moment, Plan, Prediction, UnitPlan
 from ..schema.precision import is_scaled
 from ..schema.profile import ModelProfile
 from ..schema.record import fingerprint
+from ..schema.text import option
 from ..simulate.local_round import Round, simulate_round
 from .evaluate import decisions_of, limits_bytes, make_plan
 from .heuristic.resize import resized
@@ -317,6 +318,12 @@ def plan_of_host(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[P
     if plan.local_steps is None:
         return plan, cluster
     inner, host = plan.inside_host, host_cluster(profile, cluster)
+    if inner.world_size != host.world_size:
+        raise InputError(
+            f"the plan is for hosts of {inner.world_size} ranks that train apart, and the cluster "
+            f"has nodes of {host.world_size} devices: give the cluster that it was made for "
+            f"({option('cluster')})"
+        )
     goal = _host_goal(profile, cluster, plan.goal)
     made = make_plan(
         profile, host, goal, decisions_of(inner), plan.micro_batches, inner.placement,

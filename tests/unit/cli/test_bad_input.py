@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.record import save
 from meshwright.planner.schema.report import Figures, RunReport
@@ -506,3 +507,14 @@ def test_a_plans_file_that_is_not_here_is_looked_for_where_it_was_planned(monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"no file \.\./x\.py here.*folder where it was planned"):
         planned("../x.py:model")
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    path, figures = tmp_path / "report.json", Figures(step_s=1.0, peak_bytes=2**60)
+    report = RunReport(
+        target="mlp", world_size=1, steps=1, predicted=figures, measured=figures,
+        data_parallel=figures,
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"report.json is not written, .*peak_bytes"):
+        save(report, path)
+    assert not path.exists()

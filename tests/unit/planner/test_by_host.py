@@ -15,6 +15,7 @@ from meshwright.planner.schema.curve import proportional
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.pins import parse_wishes
+from meshwright.planner.schema.plan import UnitPlan
 from meshwright.planner.solve.choices import all_options
 
 from tests.strategies import chain_profile, linear
@@ -132,3 +133,9 @@ def test_units_may_have_it_unless_it_is_forbidden() -> None:
     assert offered(CAPABILITY) == {1, 2}
     assert offered(msgspec.structs.replace(CAPABILITY, by_host=False)) == {1}
     assert parse_wishes((), ("by-host",)).without == ("by-host",)
+
+
+def test_peers_divide_into_hosts():
+    UnitPlan(name="fc", kind="linear", modules=(), layout=FLAT.layout, peers_per_host=2)
+    with pytest.raises(ValueError, match="has 4 peers, which do not divide into 3 on each host"):
+        UnitPlan(name="fc", kind="linear", modules=(), layout=FLAT.layout, peers_per_host=3)

@@ -210,6 +210,12 @@ def test_without_leave_nothing_changes():
     assert encode(decode(type(plain), encode(plain))) == encode(plain)
 
 
+def test_another_cluster_s_hosts_are_refused():
+    made, _ = planned(links_of(50, each=2))
+    with pytest.raises(InputError, match=r"hosts of 2 ranks .* nodes of 1 devices: .*--cluster"):
+        plan_of_host(made, profile_of(), links_of(50, hosts=4))
+
+
 def test_the_round_is_the_shortest_that_hides_the_link():
     slow, _ = planned(links_of(50))
     local, own = slow.local_steps, plan_of_host(slow, profile_of(), links_of(50))[0]

@@ -1,5 +1,7 @@
 """Units recomputed together: which may be, what they hold, and which are chosen."""
 
+import re
+
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
@@ -144,6 +146,21 @@ def test_windows_are_chains_of_pieces():
         (1, 2, ("u0", "u1")), (1, 3, ("u0", "u1", "u2")), (2, 3, ("u1", "u2")),
     ]  # fmt: skip
     assert possible_segments(profile(3, linked=False)) == ()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"last": "u9"}, "a piece names unit 'u9', which is not listed"),
+        ({"modules": ()}, "a piece names no modules"),
+        ({"first": "u2"}, "piece 'u0' goes from 'u2' back to 'u0'"),
+    ],
+)
+def test_pieces_are_of_units_that_are_listed(wrong, why):
+    made = profile(3)
+    piece = msgspec.structs.replace(made.pieces[0], **wrong)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        msgspec.structs.replace(made, pieces=(piece, *made.pieces[1:]))
 
 
 def test_a_module_that_contains_units_names_them_by_itself():
