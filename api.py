@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -36,7 +38,7 @@ from .planner.multiplex.simulation import simulate_plans
 from .planner.schema import cache
 from .planner.schema.capability import Capability
 from .planner.schema.cluster import Cluster
-from .planner.schema.errors import InputError
+from .planner.schema.errors import InputError, NoRoomError
 from .planner.schema.goal import Goal, make_goal
 from .planner.schema.pins import EARLY_RELEASE
 from .planner.schema.plan import Plan
@@ -643,7 +645,9 @@ def launch(
     without a folder). Where it has some, the run goes on from the latest that is whole; without
     ``resume`` such a folder is refused. A run that loses a rank or a host is started again so many
     times as ``restarts`` says, from the latest checkpoint; ``Restarts`` has also on how few of
-    ``hosts`` it may go on, under another plan.
+    ``hosts`` it may go on, under another plan. Where some rank has less memory free than the plan
+    needs, it is made again within that before anything has run (not with ``nodes``, whose launchers
+    would each make their own).
 
     ``progress`` is shown by rank 0 while it trains, on stderr. ``trace`` is a file for the
     timelines of a few steps, as they are predicted and as ranks have recorded them (see ``trace``);
@@ -653,7 +657,6 @@ def launch(
     """
     from .executor.launch.background import Background
     from .executor.launch.hosts.elastic import launch_elastic
-    from .executor.launch.hosts.over_ssh import launch_over_ssh
     from .executor.launch.hosts.protocol import HostWork
     from .executor.launch.hosts.settings import counts_of
     from .executor.launch.launch import keeping_for, launch, ranks_for, ranks_of_hosts
@@ -687,9 +690,7 @@ def launch(
             trace=trace is not None,
         )  # fmt: skip
         with _run_trace(trace, node_rank, say) as recorded:
-            if again.wanted:
-                return launch_elastic(work, hosts, again, at_end, say, recorded)
-            return launch_over_ssh(work, hosts, at_end=at_end, say=say, recorded=recorded)
+            return launch_elastic(work, hosts, again, at_end, say, recorded)
     # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet, tensorboard)
     ranks = ranks.telling({PROGRESS_VARIABLE: "1" if progress else ""})
@@ -726,7 +727,8 @@ def auto_parallelize(
     Starts the process group from torchrun's environment if there is none; without torchrun this
     process is the only rank. ``plan`` (or the file that the launcher names in ``MESHWRIGHT_PLAN``)
     is applied as it is. Else rank 0 profiles the model, all ranks measure their links, and rank 0
-    plans for all; what was measured is kept on disk and found again by its fingerprint.
+    plans for all; what was measured is kept on disk and found again by its fingerprint. Where some
+    rank has less memory free than that plan needs, rank 0 plans again within what it has.
 
     ``example_inputs``: a tensor, a tuple of arguments, a mapping of keyword arguments or a
     ``Batch``, a few samples of what a rank will feed. Not needed for a ``Workload`` or a model with
@@ -755,6 +757,7 @@ def auto_parallelize(
     from .executor.comm.watchdog import time_limit
     from .executor.gradients.feedback import Lossy
     from .executor.launch.attribution import check_mean
+    from .executor.launch.replan import planned_within
     from .executor.launch.report import given_plan, record_run
     from .executor.launch.start import start_process_group
     from .executor.launch.timeline import record_timeline
@@ -779,6 +782,7 @@ def auto_parallelize(
     # rank waits in a collective for one that has gone.
     together(lambda: ready(module, optimizer, device))
     chosen = together(lambda: given_plan(plan))
+    planned: Callable[[Goal], Plan] | None = None
     known = loss is not None and example_inputs is not None
     if chosen is None or known or isinstance(model, Workload):
         workload, samples = together(lambda: workload_of(model, example_inputs, loss))
@@ -806,10 +810,11 @@ def auto_parallelize(
         )
         # Early release steps parameter by parameter, which not every optimizer bears.
         forbidden = (EARLY_RELEASE,) if releases_not(optimizer) else ()
-        chosen = _plan_on_ranks(
-            workload, goal, device, solver, time_limit_s,
+        planned = partial(
+            _plan_on_ranks, workload, device=device, solver=solver, time_limit_s=time_limit_s,
             runs=planned_for(optimizer, CAPABILITY), schedule=schedule, forbidden=forbidden,
         )  # fmt: skip
+        chosen = planned(goal)
     elif wanted not in (None, chosen.precision):
         raise InputError(
             f"the plan is for precision {chosen.precision or 'as built'}, not {wanted}: plan for "
@@ -820,13 +825,22 @@ def auto_parallelize(
         together(lambda: set_precision(module, computed, optimizer))
     # True allows lossy exchange in planning; how it is done is left to the defaults.
     settings = lossy if isinstance(lossy, Lossy) else None
-    model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
+    try:
+        apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
+    except NoRoomError as error:  # the same on all ranks, and nothing is changed
+        if planned is None:
+            raise
+        refused, chosen = chosen, planned(chosen.goal.within(error.limit_bytes))
+        if dist.get_rank() == 0:
+            again = planned_within(error.limit_bytes, refused, chosen)
+            warnings.warn(f"{error.sentence}: {again}", stacklevel=2)
+        apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
     # Each does something only where the launcher asked for it.
-    record_run(model_, optimizer_)
-    record_timeline(model_, optimizer_)
+    record_run(module, optimizer)
+    record_timeline(module, optimizer)
     if progress_asked():
-        progress(model_, optimizer_)
-    return model_, optimizer_, chosen
+        progress(module, optimizer)
+    return module, optimizer, chosen
 
 
 def _plan_on_ranks(

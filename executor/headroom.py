@@ -10,7 +10,7 @@ import socket
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..models.units.storages import OverBudgetError
 from ..models.workload import device_of
-from ..planner.schema.errors import InputError
+from ..planner.schema.errors import InputError, NoRoomError
 from ..planner.schema.goal import STATE_COPIES, STATE_OPTIONS
 from ..planner.schema.plan import CLASS_NAMES, Plan
 from .gradients.pending import bare
@@ -33,6 +33,8 @@ SWITCH = "MESHWRIGHT_CHECK_MEMORY"
 # Below this nothing is refused: the process itself takes more.
 SPARE_BYTES = 2**24
 MIB = 2**20
+# A plan that is made for what is free now takes so much less, as that changes until it runs.
+_LESS = 0.02
 # Of control groups version 2, as a container sees its own.
 _GROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 
@@ -74,32 +76,36 @@ def kept_pinned_bytes() -> int:
 
 
 def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Raises ``InputError`` on every rank where some rank has less free than the plan is predicted
-    to need there, or some host less than its ranks pin. Collective; what the model and the
-    optimizer hold already is not needed anew."""
+    """Raises ``NoRoomError`` on every rank where some rank has less free than the plan is predicted
+    to need there, ``InputError`` where some host has less than its ranks pin. Collective; what the
+    model and the optimizer hold already is not needed anew."""
     ranks, hosts = _ranks(run, model, optimizer), _hosts(run, device_of(model))
     # Asked after they were gathered: ranks may have been given different environments, and all must
     # come.
     if os.environ.get(SWITCH) == "0":
         return
-    for rank, (needs, has) in zip(sorted(run.world.placement), ranks, strict=False):
-        if has >= 0 and needs > max(has, SPARE_BYTES):
-            raise InputError(refusal(run.plan, rank, int(needs), int(has)))
+    short = [
+        Short(rank, int(needs), int(has), int(peak))
+        for rank, (needs, has, peak) in zip(sorted(run.world.placement), ranks, strict=False)
+        if has >= 0 and needs > max(has, SPARE_BYTES)
+    ]
+    if short:
+        raise refusal(run.plan, short)
     for host in hosts:
         if host.free_bytes is not None and host.needed_bytes > max(host.free_bytes, SPARE_BYTES):
             raise InputError(host.refusal(run.plan))
 
 
 def _ranks(run: Run, model: nn.Module, optimizer: Optimizer | None) -> list[list[float]]:
-    """What each rank needs of its device besides what it holds, and has free (-1: nobody knows);
-    nothing where the plan does not say. Collective."""
+    """What each rank needs of its device besides what it holds, has free (-1: nobody knows) and
+    needs in all; nothing where the plan does not say. Collective."""
     peaks = run.plan.prediction.peak_bytes
     if not peaks:
         return []
     free = free_bytes(device_of(model))
     there = _bytes([*model.parameters(), *model.buffers(), *_state(optimizer)])
-    needed = max(peaks[run.world.position] - there, 0)
-    mine = [needed, -1 if free is None else free]
+    peak = peaks[run.world.position]
+    mine = [max(peak - there, 0), -1 if free is None else free, peak]
     return run.control.gather(mine, "the check of free memory", whole=False).rows()
 
 
@@ -162,16 +168,30 @@ def pins(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def refusal(plan: Plan, rank: int, needed_bytes: int, free: int) -> str:
-    """Why a rank cannot run the plan, and what would help."""
+class Short(NamedTuple):
+    """A rank that has less memory free than it needs for a plan besides what it has, and what it
+    needs in all."""
+
+    rank: int
+    needed_bytes: int
+    free_bytes: int
+    peak_bytes: int
+
+
+def refusal(plan: Plan, short: Sequence[Short]) -> NoRoomError:
+    """Why some ranks cannot run the plan, and what would help; says of the first of them."""
     most, moment = "", plan.prediction.fullest
     if moment is not None:
         most = f" (most in the {moment.phase} of unit {moment.unit!r}, above all {moment.largest})"
-    fits = max(plan.prediction.peak_bytes, default=0) - (needed_bytes - free)
-    return (
-        f"rank {rank} has {_mib(free)} of memory free and needs {_mib(needed_bytes)} "
-        f"for the plan besides what it has{most}: free some, "
-        f"plan with --memory-limit {max(fits, MIB) // MIB}MiB, or set {SWITCH}=0"
+    # One limit for all ranks, so what fits on each of them.
+    fits = min(one.peak_bytes - (one.needed_bytes - one.free_bytes) for one in short)
+    limit = max(int((1 - _LESS) * fits), MIB)
+    first = short[0]
+    return NoRoomError(
+        f"rank {first.rank} has {_mib(first.free_bytes)} of memory free and needs "
+        f"{_mib(first.needed_bytes)} for the plan besides what it has{most}",
+        f"free some, plan with --memory-limit {limit // MIB}MiB, or set {SWITCH}=0",
+        limit,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ...planner.schema import cache
 from ...planner.schema.cluster import Cluster
-from ...planner.schema.errors import InputError, MemoryRunError
+from ...planner.schema.errors import InputError, MemoryRunError, NoRoomError
 from ...planner.schema.plan import Plan
 from ...planner.schema.profile import ModelProfile
 from ...planner.schema.record import load, save
@@ -36,6 +36,7 @@ from .background import (
     sentence,
 )
 from .processes import Ranks, check_plan, run_ranks
+from .replan import Replanner, RoomForPlan
 from .report import (
     PLAN_VARIABLE,
     REPORT_VARIABLE,
@@ -65,19 +66,23 @@ def launch(
     say: Callable[[str], None] = lambda text: None,
     restarts: Restarts | None = None,
     recorded: Callable[[Plan, list[RecordedSteps]], None] | None = None,
+    replans: bool = True,
 ) -> RunReport | None:
     """See ``api.launch``. None where this host has no rank 0, or where too few steps were made
     under the plan to measure. ``say`` is told of the background job, of checkpoints and of
     restarts. Where steps are to be ``recorded``, the plan and those of the ranks here are handed
-    over when these have ended, however that was, each time that they were started."""
+    over when these have ended, however that was, each time that they were started. A plan that
+    needs more memory than is free is made again for that, unless that is left to who called
+    (``replans``), or to nobody, as each of several launchers would make one of its own."""
     check_plan(plan, ranks.world_size)
     check_script(script)
     if keeping is not None and not script and plan.local_steps is not None:
         raise refused_apart("leave out --checkpoint")
     again = restarts or Restarts()
     run = partial(
-        _run, plan, script, steps, keeping=keeping, restarts=again, say=say, recorded=recorded
-    )
+        _run, plan, script, steps, keeping=keeping, restarts=again, say=say, recorded=recorded,
+        replans=replans and ranks.nodes == 1,
+    )  # fmt: skip
     if background is None:
         report = run(ranks)
         at_end(report)
@@ -132,21 +137,34 @@ def _run(
     restarts: Restarts,
     say: Callable[[str], None],
     recorded: Callable[[Plan, list[RecordedSteps]], None] | None,
+    replans: bool,
 ) -> RunReport | None:
-    """Runs a plan that was checked, again where it has lost a rank; what was measured."""
+    """Runs a plan that was checked, again where it has lost a rank, or another where it does not
+    fit; what was measured."""
+
+    room = RoomForPlan(plan, lambda: Replanner.for_plan(plan, restarts), say)
 
     def attempt(ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
+        while True:
+            try:
+                return planned(room.plan, ranks, keeping)
+            except NoRoomError as error:
+                if not replans:
+                    raise
+                room.plan_after(error)
+
+    def planned(plan: Plan, ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
         if recorded is None:
-            return ranks_run(ranks, keeping)
+            return ranks_run(plan, ranks, keeping)
         # A folder for each attempt: of one that was too short nothing is told, and no part of the
         # one before in its place.
         with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
             try:
-                return ranks_run(ranks.telling({TRACE_VARIABLE: name}), keeping)
+                return ranks_run(plan, ranks.telling({TRACE_VARIABLE: name}), keeping)
             finally:
                 recorded(plan, recorded_in(Path(name)))
 
-    def ranks_run(ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
+    def ranks_run(plan: Plan, ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
         if not script:
             task = Task(name="train", steps=steps, keeping=keeping)
             return run_task(task, ranks, RunReport, plan)
@@ -159,7 +177,7 @@ def _run(
     try:
         report = run_with_restarts(attempt, ranks, keeping, restarts, say)
     except MemoryRunError as error:
-        raise with_a_plan_that_fits(error, plan) from None
+        raise with_a_plan_that_fits(error, room.plan) from None
     if script and keeping is not None and not steps_in(Path(keeping.folder)):
         say(
             f"no checkpoint is in {keeping.folder}: the script has to keep them, by "

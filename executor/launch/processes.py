@@ -31,6 +31,7 @@ from ...planner.schema.errors import (
     InputError,
     MemoryRunError,
     MeshwrightError,
+    NoRoomError,
     RunError,
 )
 from ...planner.schema.plan import Plan
@@ -272,6 +273,8 @@ def _failure(folder: Path, error: ChildFailedError) -> MeshwrightError:
 def _error_of(first: dict[str, Any]) -> MeshwrightError:
     """What a rank has written, as an error."""
     message = first["message"]
+    if first["room"] is not None:
+        return NoRoomError(*first["room"])
     if first["exit_code"] == InputError.exit_code:
         return InputError(message)
     if first["exit_code"] == InfeasibleError.exit_code:

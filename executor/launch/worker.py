@@ -78,7 +78,7 @@ def run_program(program: list[str]) -> None:
 def _write_failure(folder: Path, rank: int, error: Exception) -> bool:
     """Writes why the program failed; returns whether the sentence says it all, as those of our own
     errors do."""
-    from ...planner.schema.errors import MeshwrightError
+    from ...planner.schema.errors import MeshwrightError, NoRoomError
     from ...planner.schema.record import write_whole
 
     expected = isinstance(error, MeshwrightError)
@@ -99,6 +99,9 @@ def _write_failure(folder: Path, rank: int, error: Exception) -> bool:
         "exit_code": getattr(error, "exit_code", 1),
         "expected": expected,
         "memory": memory,
+        "room": [error.sentence, error.remedy, error.limit_bytes]
+        if isinstance(error, NoRoomError)
+        else None,
     }
     # Whole or not at all: the launcher may read it while peers are still failing.
     write_whole(folder / f"failure-{rank}.json", json.dumps(failure).encode())

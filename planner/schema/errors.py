@@ -28,6 +28,15 @@ class InputError(MeshwrightError, ValueError):
     exit_code = 2
 
 
+class NoRoomError(InputError):
+    """A plan that needs more memory than is free, refused before its first step. ``limit_bytes`` is
+    what each rank may take in one that is made instead."""
+
+    def __init__(self, sentence: str, remedy: str, limit_bytes: int) -> None:
+        super().__init__(f"{sentence}: {remedy}")
+        self.sentence, self.remedy, self.limit_bytes = sentence, remedy, limit_bytes
+
+
 class InfeasibleError(MeshwrightError):
     """No plan satisfies the limits; the message names the tightest unit and what would help."""
 

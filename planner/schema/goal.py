@@ -4,6 +4,8 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, get_args
 
+import msgspec
+
 from .errors import InputError
 from .layout import Layout, Style
 from .local_steps import OUTER_LR, OUTER_MOMENTUM
@@ -171,6 +173,11 @@ class Goal(Record, frozen=True, kw_only=True):
     def permits(self, unit: str, layout: Layout, style: Style | None = None) -> bool:
         """Whether the pins leave that layout (in that style) to a unit."""
         return all(pin.permits(layout, style) for pin in self.pins if pin.unit == unit)
+
+    def within(self, limit_bytes: int) -> "Goal":
+        """The goal where ranks have no more than so much memory for it."""
+        limit = min(self.memory_limit_bytes or limit_bytes, limit_bytes)
+        return msgspec.structs.replace(self, memory_limit_bytes=limit)
 
     @property
     def state_copies(self) -> int:

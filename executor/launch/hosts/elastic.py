@@ -10,11 +10,18 @@ from pathlib import Path
 
 import msgspec
 
-from ....planner.schema.errors import InfeasibleError, InputError, MeshwrightError, RunError
+from ....planner.schema.errors import (
+    InfeasibleError,
+    InputError,
+    MeshwrightError,
+    NoRoomError,
+    RunError,
+)
 from ....planner.schema.plan import Plan
 from ....planner.schema.record import save
 from ....planner.schema.recorded import RecordedSteps
 from ....planner.schema.report import RunReport
+from ..replan import Replanner, RoomForPlan, what_changed
 from ..restarts import RestartCount, Restarts
 from .over_ssh import (
     StoppedAtCheckpoint,
@@ -24,7 +31,6 @@ from .over_ssh import (
 )
 from .protocol import HostWork
 from .reach import AwayHosts, unreached
-from .replan import Replanner, what_changed
 from .settings import Hosts
 
 # Where too few hosts answer, they have so long to come back until the run is given up.
@@ -78,6 +84,7 @@ class _ElasticRun:
         # Those of the latest attempt that ran, and its plan.
         self._ran: tuple[int, ...] = ()
         self._plan = work.plan
+        self._room = RoomForPlan(work.plan, lambda: Replanner.for_plan(work.plan, restarts), say)
         # The latest checkpoint that host 0 told of; None: it has told of none, 0: there is none.
         self._step: int | None = None
 
@@ -96,6 +103,9 @@ class _ElasticRun:
                     f"the checkpoint of step {self._step}, to go on with more hosts"
                 )
                 self._ran = numbers
+            except NoRoomError as error:  # nothing has run yet, so nothing is gone on from
+                self._plan_within(error)
+                continue
             except MeshwrightError as error:
                 self._handle(error, numbers)
             finally:
@@ -113,6 +123,13 @@ class _ElasticRun:
             return
         self._say(self._count.after(error, self._step))
         self._ran = numbers
+
+    def _plan_within(self, error: NoRoomError) -> None:
+        """Plans for what is free. Raises the error where that cannot be."""
+        self._room.plan_after(error)
+        if self._replanner is not None:
+            self._replanner = self._replanner.within(error.limit_bytes, self._room.plan)
+        self._plan = self._room.plan
 
     def _stops(self, away: AwayHosts) -> Callable[[int | None], bool]:
         """Whether to stop here, told the step of a checkpoint that was found."""
@@ -185,7 +202,7 @@ class _ElasticRun:
 
     def _plan_for(self, numbers: tuple[int, ...]) -> Plan:
         if self._replanner is None:
-            return self._work.plan
+            return self._room.plan
         try:
             plan = self._replanner.plan_for(numbers)
         except InfeasibleError as error:

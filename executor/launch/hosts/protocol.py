@@ -13,6 +13,7 @@ from ....planner.schema.errors import (
     InputError,
     MemoryRunError,
     MeshwrightError,
+    NoRoomError,
     RunError,
 )
 from ....planner.schema.plan import Plan
@@ -87,19 +88,21 @@ class HostFailure(Record, frozen=True, kw_only=True):
     exit_code: Index
     memory: bool = False
     details: tuple[str, ...] = ()
+    remedy: str = ""
     limit_bytes: Bytes | None = None
     failed_at: float | None = None
     lost: bool = False
 
 
 def failure_of(error: MeshwrightError) -> HostFailure:
-    lacking = error if isinstance(error, MemoryRunError) else None
+    of_memory = error if isinstance(error, MemoryRunError | NoRoomError) else None
     return HostFailure(
-        message=lacking.sentence if lacking else str(error),
+        message=of_memory.sentence if of_memory else str(error),
         exit_code=error.exit_code,
-        memory=lacking is not None,
-        details=lacking.details if lacking else (),
-        limit_bytes=lacking.limit_bytes if lacking else None,
+        memory=isinstance(error, MemoryRunError),
+        details=error.details if isinstance(error, MemoryRunError) else (),
+        remedy=error.remedy if isinstance(error, NoRoomError) else "",
+        limit_bytes=of_memory.limit_bytes if of_memory else None,
         failed_at=error.failed_at,
         lost=error.lost,
     )
@@ -111,6 +114,8 @@ def error_of(failure: HostFailure, host: str) -> MeshwrightError:
     raised: MeshwrightError
     if failure.memory:
         raised = MemoryRunError(message, failure.details, failure.limit_bytes)
+    elif failure.remedy and failure.limit_bytes is not None:
+        raised = NoRoomError(message, failure.remedy, failure.limit_bytes)
     else:
         kinds: dict[int, type[MeshwrightError]] = {
             kind.exit_code: kind for kind in (InputError, InfeasibleError, RunError)

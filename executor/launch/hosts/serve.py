@@ -95,7 +95,7 @@ def _run_order(line: LauncherLine) -> None:
         threading.Thread(target=_tell_of_checkpoints, args=(line, keeping), daemon=True).start()
     launch(
         plan, order.script, order.steps, ranks, order.background, keeping, at_end, note,
-        recorded=recorded if order.trace else None,
+        recorded=recorded if order.trace else None, replans=False,
     )  # fmt: skip
 
 

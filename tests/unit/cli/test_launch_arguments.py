@@ -183,8 +183,8 @@ def test_scalars_need_tensorboard(meshwright, plan_file, tmp_path, monkeypatch):
 def test_hosts_write_scalars_in_their_own_folder(plan_file, monkeypatch, given, there):
     told: list[object] = []
     monkeypatch.setattr(
-        "meshwright.executor.launch.hosts.over_ssh.launch_over_ssh",
-        lambda work, hosts, **more: told.append(hosts.environment),
+        "meshwright.executor.launch.hosts.elastic.launch_elastic",
+        lambda work, hosts, *more: told.append(hosts.environment),
     )
     hosts = Hosts(("a", "b"), folder="/there", environment={"A": "b"})
     api.launch(load(Plan, plan_file), hosts=hosts, tensorboard=given)

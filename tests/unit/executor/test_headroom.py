@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor import headroom
-from meshwright.executor.headroom import free_bytes, overflowed, refusal
+from meshwright.executor.headroom import Short, free_bytes, overflowed, refusal
 from meshwright.models.units.storages import OverBudgetError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.evaluate import make_plan
@@ -33,10 +33,12 @@ def test_a_plan_knows_where_most_is_alive(plan):
 
 def test_the_refusal_names_rank_unit_class_and_a_limit_that_fits(plan):
     needed = max(plan.prediction.peak_bytes)
-    text = refusal(plan, 1, needed, needed - 10 * MIB)
-    assert "rank 1" in text
-    assert "backward of unit 'fc2', above all feature maps" in text
-    assert f"--memory-limit {(needed - 10 * MIB) // MIB}MiB" in text
+    short = [Short(1, needed, needed - 2 * MIB, needed), Short(2, MIB, 0, needed - 3 * MIB)]
+    error = refusal(plan, short)
+    assert error.sentence.startswith("rank 1 has ")
+    assert "backward of unit 'fc2', above all feature maps" in str(error)
+    assert error.limit_bytes == int(0.98 * (needed - 4 * MIB))  # rank 2 has least
+    assert f"--memory-limit {error.limit_bytes // MIB}MiB" in str(error)
 
 
 def test_a_container_s_limit_counts(monkeypatch, tmp_path):

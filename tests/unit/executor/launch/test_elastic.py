@@ -17,12 +17,14 @@ from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.launch.hosts import elastic, reach
 from meshwright.executor.launch.hosts.elastic import launch_elastic
 from meshwright.executor.launch.hosts.protocol import HostWork
-from meshwright.executor.launch.hosts.replan import Replanner, what_changed
+from meshwright.executor.launch.replan import TRIES, Replanner, RoomForPlan, what_changed
 from meshwright.planner.cost.device_kinds import slowed, with_profiles
+from meshwright.planner.schema.errors import NoRoomError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import decode, load
+from meshwright.planner.schema.text import size
 from meshwright.planner.solve.heuristic.resize import cluster_of_nodes
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
@@ -376,3 +378,64 @@ def test_what_another_plan_decides_is_one_line():
     assert same.startswith("for 3 ranks, predicted ")
     assert same.endswith("; all units decided as before")
     assert PLAN.goal == Goal(batch=32)
+
+
+def short_of(limit: int) -> str:
+    """What host a does whose rank has less memory free than its plan needs."""
+    failure = {
+        "message": "rank 0 has 1 byte of memory free and needs 2 bytes for the plan",
+        "exit_code": 2, "remedy": "free some", "limit_bytes": limit,
+    }  # fmt: skip
+    return f"if attempt == 0: tell('failed', **{failure}); sys.exit(2)\n"
+
+
+@pytest.mark.parametrize("min_nodes", [None, 1])
+def test_a_plan_that_needs_more_than_is_free_is_made_again(ssh, min_nodes):
+    peak = max(PLAN.prediction.peak_bytes)
+    others = "if attempt == 0: " + UNTIL_SIGNAL.replace("\n", "; ", 1)
+    play(ssh, a=f"{short_of(int(0.9 * peak))}{REPORT}", b=others, c=others)
+    report, said = launched(ssh, 0 if min_nodes is None else 3, min_nodes)
+    assert report is not None
+    first, second = plans(ssh, "a")
+    assert first == PLAN
+    assert second.world_size == 3
+    assert max(second.prediction.peak_bytes) <= 0.9 * peak
+    assert plans(ssh, "c")[1] == second
+    (again,) = (text for text in said if "planned again" in text)
+    assert again.startswith(
+        "on a: rank 0 has 1 byte of memory free and needs 2 bytes for the plan: planned again "
+        f"within {size(int(0.9 * peak))} for 3 ranks, predicted "
+    )
+    # Nothing had run, so nothing is gone on from that was not asked for.
+    order = json.loads((ssh / "order-a-1").read_text())
+    assert (order["resume"], order["restarted"]) == (False, False)
+
+
+def test_a_plan_that_cannot_be_made_again_is_refused_with_both_reasons(ssh):
+    waits = UNTIL_SIGNAL
+    play(ssh, a=short_of(2**20), b=waits, c=waits)
+    with pytest.raises(NoRoomError) as raised:
+        launched(ssh, 0, None)
+    text = str(raised.value)
+    assert text.startswith("on a: rank 0 has 1 byte")
+    assert ", and none was made that needs less (" in text
+    assert text.endswith("): free some")
+    assert "\n" not in text
+
+
+def test_another_plan_is_made_so_often_and_no_more(monkeypatch, tmp_path):
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
+    room = RoomForPlan(PLAN, lambda: Replanner(PLAN, PROFILE, CLUSTER), lambda text: None)
+    limit = int(0.95 * max(PLAN.prediction.peak_bytes))
+    error = NoRoomError("there is no room", "free some", limit)
+    # What it was made from is not here.
+    nowhere = RoomForPlan(PLAN, lambda: Replanner.for_plan(PLAN, Restarts()), lambda text: None)
+    with pytest.raises(NoRoomError, match="--profile"):
+        nowhere.plan_after(error)
+    made = []
+    for _ in range(TRIES):
+        room.plan_after(error)
+        made.append(room.plan)
+    assert all(max(plan.prediction.peak_bytes) <= limit for plan in made)
+    with pytest.raises(NoRoomError, match=r"^there is no room: free some$"):
+        room.plan_after(error)

@@ -88,7 +88,7 @@ def test_a_rank_that_was_killed_after_a_peer_had_failed_is_not_the_cause(
     """It stood still, and the engine killed it in the end."""
     written = {
         "rank": 0, "time": 100.4, "kind": "RunError", "message": "rank 1 is not heard of",
-        "exit_code": 1, "expected": True, "memory": None,
+        "exit_code": 1, "expected": True, "memory": None, "room": None,
     }  # fmt: skip
     (tmp_path / "failure-0.json").write_text(json.dumps(written))
     ended = SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=killed_at)

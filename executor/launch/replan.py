@@ -1,60 +1,80 @@
-"""Plans for those hosts of a run that are left: for the same goal, from what its plan was made
-from."""
+"""Plans that stand in for a run's own: for those of its hosts that are left, or within the memory
+that is free, for the same goal, from what its plan was made from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ....planner.schema import cache
-from ....planner.schema.cluster import Cluster
-from ....planner.schema.errors import InfeasibleError, InputError
-from ....planner.schema.goal import Goal
-from ....planner.schema.pins import EARLY_RELEASE
-from ....planner.schema.plan import Plan, UnitPlan
-from ....planner.schema.profile import ModelProfile
-from ....planner.schema.text import seconds
-from ....planner.solve.heuristic.resize import cluster_of_nodes
-from ....planner.solve.request import made_from, problem_for
-from ....planner.solve.solver import expand_pins, solve
-from ...capability import CAPABILITY
-from ..restarts import Restarts
+from ...planner.schema import cache
+from ...planner.schema.cluster import Cluster
+from ...planner.schema.errors import InfeasibleError, InputError, NoRoomError
+from ...planner.schema.goal import Goal
+from ...planner.schema.pins import EARLY_RELEASE
+from ...planner.schema.plan import Plan, UnitPlan
+from ...planner.schema.profile import ModelProfile
+from ...planner.schema.text import seconds, size
+from ...planner.solve.heuristic.resize import cluster_of_nodes
+from ...planner.solve.request import made_from, problem_for
+from ...planner.solve.solver import expand_pins, solve
+from ..capability import CAPABILITY
+from .restarts import Restarts
 
 # Ranks wait for the new plan, so the search has less time than one that was asked for.
 SEARCH_S = 20.0
+# What is free changes, so a plan that was made for it may not fit either; so often one is made.
+TRIES = 2
 # So many units are named in the sentence on what changed.
 _NAMED = 2
 
 
 @dataclass(frozen=True)
 class Replanner:
-    """Makes plans for some of the hosts that ``plan`` was made for."""
+    """Makes plans for all or some of the hosts that ``plan`` was made for, which take no more than
+    ``limit_bytes`` on a rank where that is given."""
 
     plan: Plan
     profile: ModelProfile
     cluster: Cluster
+    limit_bytes: int | None = None
     _made: dict[tuple[int, ...], Plan] = field(default_factory=dict)
 
     @classmethod
     def for_run(cls, plan: Plan, per_host: Sequence[int], restarts: Restarts) -> Replanner:
         """What the plan was made from, found or given. Raises ``InputError`` where it is not here,
         and where its cluster has other hosts than the run, with ``per_host`` ranks on each."""
-        profile, cluster = made_from(plan, restarts.profile, restarts.cluster)
-        nodes = [len(node.devices) for node in cluster.nodes]
+        found = cls.for_plan(plan, restarts)
+        nodes = [len(node.devices) for node in found.cluster.nodes]
         if nodes != list(per_host):
             raise InputError(
                 f"the plan is for nodes of {_listed(nodes)} devices and the hosts have "
                 f"{_listed(per_host)} ranks, so it is not known which of its devices go with a "
                 "host: plan for a cluster of these hosts, or leave --min-nodes out"
             )
-        return cls(plan, profile, cluster)
+        return found
+
+    @classmethod
+    def for_plan(cls, plan: Plan, restarts: Restarts) -> Replanner:
+        """What the plan was made from, found or given. Raises ``InputError`` where it is not
+        here."""
+        return cls(plan, *made_from(plan, restarts.profile, restarts.cluster))
+
+    def within(self, limit_bytes: int, plan: Plan | None = None) -> Replanner:
+        """One whose plans take less; that for all hosts is ``plan`` where one was made."""
+        made = {tuple(range(len(self.cluster.nodes))): plan} if plan is not None else {}
+        return Replanner(self.plan, self.profile, self.cluster, limit_bytes, made)
+
+    def plan_for_all(self) -> Plan:
+        """A plan for all the hosts."""
+        return self.plan_for(range(len(self.cluster.nodes)))
 
     def plan_for(self, numbers: Sequence[int]) -> Plan:
         """A plan for the hosts of those numbers, the same whenever it is asked for; the run's own
-        for all of them. Raises ``InfeasibleError`` where none fits."""
-        if len(numbers) == len(self.cluster.nodes):
+        for all of them where no limit asks for another. Raises ``InfeasibleError`` where none
+        fits."""
+        if len(numbers) == len(self.cluster.nodes) and self.limit_bytes is None:
             return self.plan
         key = tuple(numbers)
         if key not in self._made:
@@ -62,12 +82,17 @@ class Replanner:
         return self._made[key]
 
     def _solved(self, numbers: tuple[int, ...]) -> Plan:
-        there = cluster_of_nodes(self.cluster, numbers)
+        there = self.cluster
+        goal = self.plan.goal
+        if len(numbers) < len(there.nodes):
+            there, goal = cluster_of_nodes(there, numbers), _goal_of_fewer(goal)
+        if self.limit_bytes is not None:
+            goal = goal.within(self.limit_bytes)
         # A plan does not tell which policies it was forbidden. Not every loop bears one whose
         # parameters are updated in backward, so a run that had none is not given it.
         early = any(unit.early_release for unit in self.plan.units)
         problem = problem_for(
-            self.profile, there, _goal_of_fewer(self.plan.goal), CAPABILITY,
+            self.profile, there, goal, CAPABILITY,
             bursts=self.plan.leaves_idle,
             forbidden=() if early else (EARLY_RELEASE,), schedule=self.plan.schedule,
         )  # fmt: skip
@@ -96,6 +121,35 @@ def _goal_of_fewer(goal: Goal) -> Goal:
 
 def _listed(counts: Iterable[int]) -> str:
     return ", ".join(map(str, counts))
+
+
+class RoomForPlan:
+    """The ``plan`` of a run, and others in its place where that needs more memory than is free."""
+
+    def __init__(
+        self, plan: Plan, replanner: Callable[[], Replanner], say: Callable[[str], None]
+    ) -> None:
+        self.plan, self._replanner, self._say = plan, replanner, say
+        self._tries = TRIES
+
+    def plan_after(self, error: NoRoomError) -> None:
+        """Makes another plan after one was refused, and says so. Raises the error, with why, where
+        there is none."""
+        if not self._tries:
+            raise error
+        self._tries -= 1
+        try:
+            found = self._replanner().within(error.limit_bytes).plan_for_all()
+        except (InputError, InfeasibleError) as why:
+            more = f"{error.sentence}, and none was made that needs less ({why})"
+            raise NoRoomError(more, error.remedy, error.limit_bytes) from None
+        self._say(f"{error.sentence}: {planned_within(error.limit_bytes, self.plan, found)}")
+        self.plan = found
+
+
+def planned_within(limit_bytes: int, before: Plan, after: Plan) -> str:
+    """That another plan takes the place of one that did not fit."""
+    return f"planned again within {size(limit_bytes)} {what_changed(before, after)}"
 
 
 def what_changed(before: Plan, after: Plan) -> str:
