@@ -418,15 +418,11 @@ def report(rows: Sequence[Row], page: Path | None) -> None:
     """The table, what the rows come to, and all of them for machines."""
     print_table("predicted / measured, ms (peak memory in MB)", HEADINGS, map(cells, rows))
     found, load = summary(rows), max(row["load"] for row in rows)
-    most = 4
     text = (
         f"{len(rows)} cases: median error {found['median_abs_error']:.1%}, largest "
         f"{found['max_abs_error']:.1%}, {found['inside']:.0%} of the measured steps inside their "
-        f"intervals; load up to {load:.1f} on {cores()} cores"
+        f"intervals; load up to {load:.1f} on {cores()} cores, the ranks' own included"
     )
-    # Others' work on the machine stretches both figures, and not alike.
-    if load > most + 1:
-        text += ": the machine was busy with other work, so errors say little about the model"
     print(text)
     put_into(page, "rows", f"{markdown(HEADINGS, map(cells, rows))}\n\n{text}")
     print_json({"rows": rows, **found})

@@ -52,6 +52,7 @@ def launched(plan: mw.Plan, folder: Path, free: int) -> tuple[mw.RunReport | Non
     return report, [text for text in said if text]
 
 
+@pytest.mark.slow
 def test_launch_plans_again_within_what_is_free(tmp_path):
     plan = planned()
     peak = max(plan.prediction.peak_bytes)
