@@ -141,7 +141,7 @@ bench-lossy: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/lossy.py --markdown docs/results/lossy.md
 
 bench-advise: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/advise.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/advise.py --markdown docs/results/advise.md
 
 bench-local-steps: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/local_steps.py --markdown docs/results/local-steps.md
