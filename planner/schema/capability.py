@@ -103,7 +103,7 @@ class Capability(Record, frozen=True, kw_only=True):
             return f"{asks} and for {what} at once"
         if unit.layout.size < world_size:
             return f"{asks} and leaves ranks idle (layout {unit.layout})"
-        if each >= groups or groups % each:
+        if each >= groups:
             return f"{asks} with {each} of {groups} peers on each host"
         return None
 

@@ -157,7 +157,6 @@ def is_refused(rank: int, chosen: Plan) -> str:
     ("policy", "says"),
     [
         ({"exchange": "sharded"}, "exchange by host and for exchange 'sharded' at once"),
-        ({"peers_per_host": 3}, "3 of 4 peers on each host"),
         ({"peers_per_host": 4}, "4 of 4 peers on each host"),
     ],
 )
