@@ -11,7 +11,6 @@ measured, and all then train in turns. Prints a table, and as the last line one 
 """
 
 import gc
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,26 +18,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_pair import ON_CPUS, RANKS, ROUNDS, STEPS, turn
+from gpu_pair import ON_CPUS, RANKS, ROUNDS, STEPS, joined_on_a_device, turn
+from laysa import MIB, MOST, Training
 from laysa_plans import RATIO, VARIANTS, Chooser, Chosen, Peak, Variant, largest_within, with_ratio
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.comm.setups import device_name
-from meshwright.executor.gradients.feedback import Lossy
-from meshwright.executor.launch.devices import SHARING
 from meshwright.executor.launch.start import local_device
-from meshwright.models.units.storages import peak_bytes
-from meshwright.models.workload import Batch
 from meshwright.profiler.model import profile
 from meshwright.profiler.sessions import cluster_of_ranks
-from ranks import joined, slowest
 from rows import command_line, markdown, print_json, print_table, put_into
-from systems import System, fresh, medians, own_batch
+from systems import fresh, medians, own_batch
 
 ON_GPUS, BUDGET_MIB = ("vgg16", "resnet50"), 8192
 CPU_BUDGET_MIB = 48
-MIB = 2**20
 SIZES, CPU_SIZES = (8, 16), (32, 64)
-MOST, TRACKED_STEPS = 1024, 3
 HEADINGS = ("model", "plan", "batch", "samples/s", "peak, MB", "what it does")
 
 
@@ -56,36 +49,23 @@ class Trainings:
         cluster = cluster_of_ranks(device, refresh=True)
         self.chooser = Chooser(with_ratio(found, RATIO), cluster, budget_bytes)
 
-    def begin(self, chosen: Chosen) -> tuple[System, Batch, int]:
-        """A training with that plan, its batch and its peak. Collective."""
-        workload, batch = fresh(self.name), own_batch(self.name, chosen.batch).to(self.device)
-        workload.model.to(self.device)
-        lossy = Lossy(first_ratio=RATIO, stages=0)
-        system = System(workload, plan=self.chooser.plan(chosen), lossy=lossy)
-
-        def work() -> None:
-            system.seconds(batch, TRACKED_STEPS)
-            system.finish()
-
-        held = [*system.model.parameters(), *system.model.buffers(), *batch.args, batch.target]
-        return system, batch, int(slowest(float(peak_bytes(work, held, self.device))))
-
-    def row_of(self, variant: Variant) -> tuple[dict[str, Any], tuple[System, Batch] | None]:
+    def row_of(self, variant: Variant) -> tuple[dict[str, Any], Training | None]:
         """A variant's largest batch, and its training there. Collective."""
-        runs: dict[int, tuple[System, Batch, Chosen]] = {}
+        runs: dict[int, tuple[Training, Chosen]] = {}
 
         def run(count: int, limit_bytes: float) -> Peak:
-            chosen = self.chooser.quickest(variant, count, int(limit_bytes))
-            system, batch, peak = self.begin(chosen)
-            runs[count] = system, batch, chosen
-            return Peak(chosen.peak_bytes, peak)
+            chosen = self.chooser.quickest(variant, count, limit_bytes)
+            batch = own_batch(self.name, count)
+            training = Training(self.name, self.chooser.plan(chosen), batch, self.device)
+            runs[count] = training, chosen
+            return Peak(chosen.peak_bytes, training.peak_bytes())
 
         def predicted(count: int) -> float:
             return self.chooser.least(variant, count).peak_bytes
 
         budget = self.chooser.budget_bytes
         found = largest_within(predicted, run, budget, MOST)
-        system, batch, chosen = runs.get(found.batch, (None, None, None))
+        training, chosen = runs.get(found.batch, (None, None))
         row = {
             "model": self.name, "variant": variant.name, "device": device_name(self.device),
             "budget_bytes": budget, "batch": RANKS * found.batch, "peak_bytes": found.peak_bytes,
@@ -95,7 +75,7 @@ class Trainings:
         runs.clear()
         # Models and their hooks refer to each other: only the collector frees those not kept.
         gc.collect()
-        return row, (system, batch) if system is not None and batch is not None else None
+        return row, training
 
     def rows(self) -> list[dict[str, Any]]:
         """Of all variants. Collective."""
@@ -104,7 +84,7 @@ class Trainings:
             row, training = self.row_of(variant)
             found.append(row)
             if training is not None:
-                turns[variant.name] = partial(turn, *training, self.device, STEPS)
+                turns[variant.name] = partial(turn, training, training.batch, self.device, STEPS)
         for name, step_s in medians(turns, ROUNDS).items():
             row = next(row for row in found if row["variant"] == name)
             row["samples_per_s"] = row["batch"] / step_s
@@ -134,9 +114,7 @@ def main() -> None:
                         default=BUDGET_MIB if on_gpu else CPU_BUDGET_MIB)  # fmt: skip
     parser.add_argument("--markdown", type=Path, help="puts the table into that page")
     asked = parser.parse_args()
-    if on_gpu:
-        os.environ |= {SHARING: "1", "NCCL_NVLS_ENABLE": "0"}
-    if not joined(RANKS):
+    if not joined_on_a_device():
         return
     rows: list[dict[str, Any]] = []
     for name in asked.models:

@@ -101,15 +101,20 @@ def report(rows: Sequence[dict[str, Any]], page: Path | None) -> None:
     print_json({"rows": list(rows)})
 
 
+def joined_on_a_device() -> bool:
+    """As ``ranks.joined``: two ranks, which share the GPU where there is one."""
+    if torch.cuda.is_available():
+        os.environ |= {SHARING: "1", "NCCL_NVLS_ENABLE": "0"}
+    return joined(RANKS)
+
+
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=tuple(BATCHES) if on_gpu else ON_CPUS)
     parser.add_argument("--markdown", type=Path, help="puts the table into that page")
     asked = parser.parse_args()
-    if on_gpu:
-        os.environ |= {SHARING: "1", "NCCL_NVLS_ENABLE": "0"}
-    if not joined(RANKS):
+    if not joined_on_a_device():
         return
     rows = [row_of(name, local_device()) for name in asked.models]
     if dist.get_rank() == 0:

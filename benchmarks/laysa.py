@@ -61,6 +61,7 @@ from systems import System, fresh, medians, own_batch
 from testbed import missing
 
 MIB = 2**20
+CPU = torch.device("cpu")
 TIMEOUT_S = 120.0
 # The first makes what lives on, and in the later ones gradients of the step before are alive.
 TRACKED_STEPS = 3
@@ -82,10 +83,12 @@ SINGLES = ("memory only", "sparse only")
 class Training(System):
     """A model in training under a plan, on one batch, with top-k's ratio from the start."""
 
-    def __init__(self, name: str, plan: Plan, batch: Batch) -> None:
-        lossy = Lossy(first_ratio=RATIO, stages=0)
-        super().__init__(fresh(name), plan=plan, timeout_s=TIMEOUT_S, lossy=lossy)
-        self.batch, self.micro_batches = batch, plan.micro_batches
+    def __init__(self, name: str, plan: Plan, batch: Batch, device: torch.device = CPU) -> None:
+        lossy, workload = Lossy(first_ratio=RATIO, stages=0), fresh(name)
+        workload.model.to(device)
+        super().__init__(workload, plan=plan, timeout_s=TIMEOUT_S, lossy=lossy)
+        self.batch, self.micro_batches = batch.to(device), plan.micro_batches
+        self.device = device
         self.model.train()
 
     def parts(self, batch: Batch) -> Iterable[Batch]:
@@ -101,7 +104,7 @@ class Training(System):
 
         tensors = [*self.batch.args, self.batch.target]
         persistent = [*self.model.parameters(), *self.model.buffers(), *tensors]
-        return int(slowest(float(peak_bytes(work, persistent, torch.device("cpu")))))
+        return int(slowest(float(peak_bytes(work, persistent, self.device))))
 
 
 @dataclass
