@@ -61,14 +61,9 @@ class Replanner:
         here."""
         return cls(plan, *made_from(plan, restarts.profile, restarts.cluster))
 
-    def within(self, limit_bytes: int, plan: Plan | None = None) -> Replanner:
-        """One whose plans take less; that for all hosts is ``plan`` where one was made."""
-        made = {tuple(range(len(self.cluster.nodes))): plan} if plan is not None else {}
-        return Replanner(self.plan, self.profile, self.cluster, limit_bytes, made)
-
-    def plan_for_all(self) -> Plan:
-        """A plan for all the hosts."""
-        return self.plan_for(range(len(self.cluster.nodes)))
+    def within(self, limit_bytes: int) -> Replanner:
+        """One whose plans take less."""
+        return Replanner(self.plan, self.profile, self.cluster, limit_bytes)
 
     def plan_for(self, numbers: Sequence[int]) -> Plan:
         """A plan for the hosts of those numbers, the same whenever it is asked for; the run's own
@@ -132,19 +127,21 @@ class RoomForPlan:
         self.plan, self._replanner, self._say = plan, replanner, say
         self._tries = TRIES
 
-    def plan_after(self, error: NoRoomError) -> None:
-        """Makes another plan after one was refused, and says so. Raises the error, with why, where
-        there is none."""
+    def plan_after(self, error: NoRoomError, hosts: Sequence[int] = ()) -> Replanner:
+        """Makes another plan after one was refused, for those ``hosts`` of its cluster (none named:
+        all), and says so; what has made it. Raises the error, with why, where there is none."""
         if not self._tries:
             raise error
         self._tries -= 1
         try:
-            found = self._replanner().within(error.limit_bytes).plan_for_all()
+            replanner = self._replanner().within(error.limit_bytes)
+            found = replanner.plan_for(hosts or range(len(replanner.cluster.nodes)))
         except (InputError, InfeasibleError) as why:
             more = f"{error.sentence}, and none was made that needs less ({why})"
             raise NoRoomError(more, error.remedy, error.limit_bytes) from None
         self._say(f"{error.sentence}: {planned_within(error.limit_bytes, self.plan, found)}")
         self.plan = found
+        return replanner
 
 
 def planned_within(limit_bytes: int, before: Plan, after: Plan) -> str:

@@ -81,10 +81,12 @@ class _ElasticRun:
             self._replanner = Replanner.for_run(work.plan, work.per_host, restarts)
         # Hosts that came back and cannot take part: they are not asked any more.
         self._refused: set[int] = set()
-        # Those of the latest attempt that ran, and its plan.
+        # Those of the latest attempt that ran.
         self._ran: tuple[int, ...] = ()
-        self._plan = work.plan
-        self._room = RoomForPlan(work.plan, lambda: Replanner.for_plan(work.plan, restarts), say)
+        # With the plan of the latest attempt.
+        self._room = RoomForPlan(
+            work.plan, lambda: self._replanner or Replanner.for_plan(work.plan, restarts), say
+        )
         # The latest checkpoint that host 0 told of; None: it has told of none, 0: there is none.
         self._step: int | None = None
 
@@ -103,10 +105,9 @@ class _ElasticRun:
                     f"the checkpoint of step {self._step}, to go on with more hosts"
                 )
                 self._ran = numbers
-            except NoRoomError as error:  # nothing has run yet, so nothing is gone on from
-                self._plan_within(error)
-                continue
             except MeshwrightError as error:
+                if self._has_room_by(error, numbers):
+                    continue
                 self._handle(error, numbers)
             finally:
                 away.end()
@@ -124,12 +125,18 @@ class _ElasticRun:
         self._say(self._count.after(error, self._step))
         self._ran = numbers
 
-    def _plan_within(self, error: NoRoomError) -> None:
-        """Plans for what is free. Raises the error where that cannot be."""
-        self._room.plan_after(error)
-        if self._replanner is not None:
-            self._replanner = self._replanner.within(error.limit_bytes, self._room.plan)
-        self._plan = self._room.plan
+    def _has_room_by(self, error: MeshwrightError, numbers: tuple[int, ...]) -> bool:
+        """Whether another plan was made for the same hosts, within what they have free. Raises the
+        error where that is what it wants and cannot be."""
+        # A training that runs goes on without hosts that have come back with too little.
+        if not isinstance(error, NoRoomError) or (self._ran and set(numbers) - set(self._ran)):
+            return False
+        # Without a replanner it is not known which of the cluster's devices go with a host.
+        elastic = self._replanner is not None
+        replanner = self._room.plan_after(error, numbers if elastic else ())
+        if elastic:
+            self._replanner = replanner
+        return True
 
     def _stops(self, away: AwayHosts) -> Callable[[int | None], bool]:
         """Whether to stop here, told the step of a checkpoint that was found."""
@@ -211,13 +218,13 @@ class _ElasticRun:
                 f"no plan fits there: {error}; when more are back, the same command goes on from "
                 f"the latest whole checkpoint in {self._work.checkpoint}"
             ) from None
-        if plan != self._plan:
+        if plan != self._room.plan:
             kept = self._keep(plan, len(numbers))
-            changed = what_changed(self._plan, plan)
+            changed = what_changed(self._room.plan, plan)
             self._say(
                 f"planned again for {len(numbers)} of {len(self._all)} hosts: {changed}{kept}"
             )
-            self._plan = plan
+            self._room.plan = plan
         return plan
 
     def _keep(self, plan: Plan, hosts: int) -> str:

@@ -167,18 +167,24 @@ def test_at_its_last_checkpoint_a_run_is_not_stopped_for_more_hosts(ssh):
     assert not any("answers again" in text for text in said)
 
 
-def test_a_host_that_came_back_without_what_it_needs_ends_nothing(ssh):
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    # Of memory there is so little that no plan for all hosts fits.
+    [("", ""), (", remedy='free some', limit_bytes=1 << 20", ": free some")],
+)
+def test_a_host_that_came_back_without_what_it_needs_ends_nothing(ssh, more, remedy):
     (ssh / "away-c").touch()
     back = f"Path({str(ssh)!r}, 'away-c').unlink(missing_ok=True)\n"
     stopped = f"tell('saved', step=5)\n{back}{SAVED}{UNTIL_SIGNAL}"
     first = "if attempt == 0:\n" + "".join(f"    {line}\n" for line in stopped.splitlines())
     play(ssh, a=f"{first}{REPORT}", b="if attempt == 0: hear()\n", c="")
     path = ssh / "c"
-    refuses = "tell('failed', message='the working folder cannot be entered', exit_code=2)\n"
+    why = "the working folder cannot be entered"
+    refuses = f"tell('failed', message={why!r}, exit_code=2{more})\n"
     path.write_text(path.read_text().replace("\nbegin()\n", f"\n{refuses}sys.exit(2)\n"))
     report, said = launched(ssh)
     assert report is not None
-    assert "on c: the working folder cannot be entered; goes on without host c" in said
+    assert f"on c: {why}{remedy}; goes on without host c" in said
     assert [plan.world_size for plan in plans(ssh, "a")][-1] == 2
 
 
