@@ -757,7 +757,6 @@ def auto_parallelize(
     from .executor.comm.watchdog import time_limit
     from .executor.gradients.feedback import Lossy
     from .executor.launch.attribution import check_mean
-    from .executor.launch.replan import planned_within
     from .executor.launch.report import given_plan, record_run
     from .executor.launch.start import start_process_group
     from .executor.launch.timeline import record_timeline
@@ -825,22 +824,38 @@ def auto_parallelize(
         together(lambda: set_precision(module, computed, optimizer))
     # True allows lossy exchange in planning; how it is done is left to the defaults.
     settings = lossy if isinstance(lossy, Lossy) else None
-    try:
-        apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
-    except NoRoomError as error:  # the same on all ranks, and nothing is changed
-        if planned is None:
-            raise
-        refused, chosen = chosen, planned(chosen.goal.within(error.limit_bytes))
-        if dist.get_rank() == 0:
-            again = planned_within(error.limit_bytes, refused, chosen)
-            warnings.warn(f"{error.sentence}: {again}", stacklevel=2)
-        apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
+    applied = partial(apply, module, optimizer, timeout_s=timeout_s, lossy=settings)
+    chosen = _made_to_fit(chosen, planned, applied)
     # Each does something only where the launcher asked for it.
     record_run(module, optimizer)
     record_timeline(module, optimizer)
     if progress_asked():
         progress(module, optimizer)
     return module, optimizer, chosen
+
+
+def _made_to_fit(
+    plan: Plan, planned: Callable[[Goal], Plan] | None, applied: Callable[[Plan], object]
+) -> Plan:
+    """The plan that was ``applied``: where some rank has less memory free than ``plan`` needs,
+    another one that is ``planned`` within that, unless the user has given it. Collective."""
+    import torch.distributed as dist
+
+    from .executor.launch.replan import planned_within
+
+    try:
+        applied(plan)
+        return plan
+    except NoRoomError as error:  # the same on all ranks, and nothing is changed
+        if planned is None:
+            raise
+        found = planned(plan.goal.within(error.limit_bytes))
+        if dist.get_rank() == 0:
+            again = planned_within(error.limit_bytes, plan, found)
+            # To the line of the script that calls auto_parallelize.
+            warnings.warn(f"{error.sentence}: {again}", stacklevel=3)
+    applied(found)
+    return found
 
 
 def _plan_on_ranks(

@@ -84,9 +84,10 @@ def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> N
     # come.
     if os.environ.get(SWITCH) == "0":
         return
+    peaks, placement = run.plan.prediction.peak_bytes, run.world.placement
     short = [
-        Short(rank, int(needs), int(has), int(peak))
-        for rank, (needs, has, peak) in zip(sorted(run.world.placement), ranks, strict=False)
+        Short(rank, int(needs), int(has), peaks[placement.index(rank)])
+        for rank, (needs, has) in zip(sorted(placement), ranks, strict=False)
         if has >= 0 and needs > max(has, SPARE_BYTES)
     ]
     if short:
@@ -97,15 +98,15 @@ def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> N
 
 
 def _ranks(run: Run, model: nn.Module, optimizer: Optimizer | None) -> list[list[float]]:
-    """What each rank needs of its device besides what it holds, has free (-1: nobody knows) and
-    needs in all; nothing where the plan does not say. Collective."""
+    """What each rank needs of its device besides what it holds, and has free (-1: nobody knows);
+    nothing where the plan does not say. Collective."""
     peaks = run.plan.prediction.peak_bytes
     if not peaks:
         return []
     free = free_bytes(device_of(model))
     there = _bytes([*model.parameters(), *model.buffers(), *_state(optimizer)])
-    peak = peaks[run.world.position]
-    mine = [max(peak - there, 0), -1 if free is None else free, peak]
+    needed = max(peaks[run.world.position] - there, 0)
+    mine = [needed, -1 if free is None else free]
     return run.control.gather(mine, "the check of free memory", whole=False).rows()
 
 
