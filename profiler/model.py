@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -23,7 +24,13 @@ from ..models.units.discover import Discovery, discovered
 from ..models.workload import Batch, Workload
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
-from ..planner.schema.profile import ModelProfile, ParameterProfile, ShareProfile, UnitProfile
+from ..planner.schema.profile import (
+    ModelProfile,
+    ParameterProfile,
+    ShareProfile,
+    UnitProfile,
+    UpdateRate,
+)
 from .compression import compression_rates
 from .fidelity import STEPS, measure_fidelity
 from .memory import Footprint, SavedInputs, measure_footprint, saved_inputs
@@ -110,12 +117,28 @@ def profile(
     """
     where = torch.device(device or "cpu")
     workload.model.to(where)
+    with _as_measured(workload) as chosen:
+        job = _Job(chosen, where, budget_s, progress)
+        return _profile(job, batches, optimizers, degrees, repeats, room_bytes)
+
+
+def measured_updates(
+    workload: Workload, optimizers: Sequence[str] = TIMED_OPTIMIZERS
+) -> tuple[UpdateRate, ...]:
+    """The rates of a profile, of the model where it is: what ranks that share a host's memory
+    measure at the same time, as they update at the same time in training."""
+    with _as_measured(workload) as chosen:
+        return update_rates(chosen.model.parameters(), optimizers)
+
+
+@contextmanager
+def _as_measured(workload: Workload) -> Iterator[Workload]:
+    """The workload in its precision, without compiled modules."""
     with (
         uncompiled(workload.model) as model,
         measured_in(replace(workload, model=model), workload.precision) as chosen,
     ):
-        job = _Job(chosen, where, budget_s, progress)
-        return _profile(job, batches, optimizers, degrees, repeats, room_bytes)
+        yield chosen
 
 
 def _profile(

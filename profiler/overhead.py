@@ -9,6 +9,8 @@ Python around a redistribution.
 What a byte costs the executor is little beside what it costs the wire, and would drown in the
 wire's own unsteadiness: for bytes only the work between waits is counted, without the agreements,
 which wait behind the gradients on the same links. Toys are as large as the links carry quickly.
+Of redistributions the copies are timed alone, small and large ones: a toy that moved as much would
+compute for longer than it copies.
 """
 
 import time
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from ..executor.apply import apply
 from ..executor.optimizer.kinds import optimizer_for
 from ..executor.parallel import run_of
+from ..executor.redistribution.redistribute import Dims, Mover, group_route
 from ..planner.cost.collectives import ring_steps
 from ..planner.schema.cluster import StepOverhead
 from ..planner.schema.goal import Goal
@@ -61,6 +64,9 @@ SMALL, MANY = _Toy(4), _Toy(48)
 # The large toy has as many layers as the small one; the width is bounded on both sides.
 WIDTHS = (64, 1024)
 DIVIDED_LAYERS = 12
+# What a member has after a redistribution: at least, and at most, as far as links carry it in
+# ``MOVED_S``.
+MOVED_BYTES, MOVED_S = (2**14, 2**21), 0.02
 
 
 def _large(ranks: int, bytes_per_s: float) -> _Toy:
@@ -102,12 +108,22 @@ def measure_overheads(
     )
     undivided, divided = by_barrier[3:]
     # A redistribution is the same whatever the schedule.
-    move_s = max((divided.seconds - undivided.seconds) / divided.moves, 0.0)
+    moves = _Moves(
+        max((divided.seconds - undivided.seconds) / divided.moves, 0.0),
+        _move_byte_s(degree, rounds, bytes_per_s),
+    )
     more_bytes = large.bytes - SMALL.bytes
-    return _overhead(by_barrier, more_bytes, move_s), _overhead(by_priority, more_bytes, move_s)
+    return _overhead(by_barrier, more_bytes, moves), _overhead(by_priority, more_bytes, moves)
 
 
-def _overhead(found: Sequence[_Excess], more_bytes: int, move_s: float) -> StepOverhead:
+class _Moves(NamedTuple):
+    """Seconds of a redistribution besides its collective: each, and for each byte needed."""
+
+    each_s: float
+    byte_s: float
+
+
+def _overhead(found: Sequence[_Excess], more_bytes: int, moves: _Moves) -> StepOverhead:
     small, many = (one.seconds for one in found[:2])
     bytes_s = found[2].local_s - found[0].local_s
     each = max((many - small) / (MANY.parameters - SMALL.parameters), 0.0)
@@ -115,8 +131,39 @@ def _overhead(found: Sequence[_Excess], more_bytes: int, move_s: float) -> StepO
         step_s=max(small - SMALL.parameters * each, 0.0),
         parameter_s=each,
         byte_s=max(bytes_s / more_bytes, 0.0),
-        move_s=move_s,
+        move_s=moves.each_s,
+        move_byte_s=moves.byte_s,
     )
+
+
+def _move_byte_s(degree: int, rounds: int, bytes_per_s: float) -> float:
+    """Seconds for each byte of what a member has after a redistribution, the waits left out: those
+    of a large one more than those of a small one, there and back, the same on every rank."""
+    ranks = dist.get_world_size()
+    toy, _ = apply(_model(SMALL), None, _plan(SMALL._replace(degree=degree), ranks, "barrier"))
+    run = run_of(toy)
+    mover = Mover(run.world.redistribution[degree], run.watch, run.meter, run.issued)
+    least, most = MOVED_BYTES
+    sizes = (least, int(max(min(MOVED_S * bytes_per_s, most), 4 * least)))
+    found: tuple[list[float], ...] = ([], [])
+    for _ in range(rounds):
+        for size, seconds in zip(sizes, found, strict=True):
+            dist.barrier()
+            seconds.append(_copying_s(mover, torch.ones(size // 4 // degree)))
+    small, large = slowest([median(seconds) for seconds in found], torch.device("cpu"))
+    return max(large - small, 0.0) / (2 * (sizes[1] - sizes[0]))
+
+
+def _copying_s(mover: Mover, part: Tensor) -> float:
+    """Seconds besides the waits in which every member gets all parts of a group's tensor and gives
+    them back, as a gradient goes."""
+    group = mover.group
+    there = group_route((len(part),) * group.size, "batch_shard", "replicate", 1, group.member)
+    samples = Dims(0, None)
+    start, waited = time.perf_counter(), mover.meter.seconds
+    whole = mover.move(part, there, samples, "measuring copies")
+    mover.move(whole, there.reversed(), samples, "measuring copies", add=True)
+    return time.perf_counter() - start - (mover.meter.seconds - waited)
 
 
 def _excesses(

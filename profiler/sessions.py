@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..executor.comm.agreement import rank_zero_decides, together
+from ..executor.comm.agreement import every_rank_tells, rank_zero_decides, together
 from ..executor.comm.setups import device_name, software
 from ..executor.launch.attribution import check_mean
 from ..executor.launch.devices import local_device
@@ -48,14 +48,15 @@ from .estimate import estimate
 from .links import probe as probe_ranks
 from .links import single_device
 from .memory import is_dry
-from .model import FEW
+from .model import FEW, measured_updates
 from .model import profile as profile_model
 from .progress import StageProgress
 
 # [Note: What is measured together]
 # Ranks that share a host share its memory bandwidth, caches and clock rate, in the run as well. So
 # on CPUs all ranks of a host profile the model at the same time, and the slowest one's times are
-# taken: they hold what the others cost, and everybody waits for it in the run as well. On GPUs each
+# taken: they hold what the others cost, and everybody waits for it in the run as well. Updates are
+# measured once all ranks have come to them: in training all update in the same moment. On GPUs each
 # rank has a device to itself, and one rank for each kind of device measures. Hosts that are quicker
 # than the slowest, beyond noise, keep the times of their own slowest rank (``node_times``).
 # Links are measured by the groups that plans use at the same time: all blocks of neighbours at
@@ -89,11 +90,11 @@ def profile_on_ranks(
     """One profile, the same on every rank. Unless ``refresh`` asks for these ``batches``, they are
     taken as far as they fit. Collective."""
 
-    def measure() -> ModelProfile:
+    def measure(**but: Any) -> ModelProfile:
         step = progress if dist.get_rank() == 0 else None
         room = None if refresh else room_bytes(device)
         return profile_model(
-            workload, batches=batches, device=device, progress=step, room_bytes=room
+            workload, batches=batches, device=device, progress=step, room_bytes=room, **but
         )
 
     places: list[Any] = [None] * dist.get_world_size()
@@ -109,10 +110,11 @@ def profile_on_ranks(
         if len(measuring) == 1:
             return rank_zero_decides(measure)
         mine = dist.get_rank() in measuring
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, together(lambda: measure() if mine else None))
-        found = {every[r].device: every[r] for r in measuring}
-        by_rank = [every[r] or found[name] for r, (_, name) in enumerate(places)]
+        own = together(lambda: measure(optimizers=()) if mine else None)
+        rates = together(lambda: measured_updates(workload) if mine else ())
+        every = every_rank_tells(own and msgspec.structs.replace(own, updates=rates))
+        found = {p.device: p for p in every if p}
+        by_rank = [profile or found[name] for profile, (_, name) in zip(every, places, strict=True)]
         return joined_profile([host for host, _ in places], by_rank)
 
     hosts = tuple(sorted(set(places))) if len({host for host, _ in places}) > 1 else ()

@@ -167,7 +167,9 @@ def update_rates(
     parameters: Iterable[Tensor], optimizers: Sequence[str], rounds: int = 9
 ) -> tuple[UpdateRate, ...]:
     """The measured rate of each optimizer on copies of ``parameters``, and that of a sharded
-    exchange where it differs; fewer rounds where they take long. What is frozen is not updated."""
+    exchange where it differs; fewer rounds where they take long. What is frozen is not updated.
+    Each update is of new gradients and frees them, as in training: memory that goes back to the
+    system takes as long as a large part of an update."""
     for name in optimizers:
         if name not in OPTIMIZERS:
             raise InputError(
@@ -182,22 +184,28 @@ def update_rates(
         copies.append(nn.Parameter(parameter.detach().clone()))
     if not copies:
         return tuple(UpdateRate(optimizer=name, seconds_per_byte=0.0) for name in optimizers)
-    for copy in copies:
-        copy.grad = torch.full_like(copy, 1e-3)
     size, rates = sum(c.nbytes for c in copies), []
     for name in optimizers:
         optimizer = optimizer_for(cast(OptimizerName, name), copies)
         for sharded, step in steps_of(optimizer):
-            taken = _step_s(step, rounds, copies[0].device)
+            taken = _update_s(copies, step, rounds)
             rates.append(UpdateRate(optimizer=name, seconds_per_byte=taken / size, sharded=sharded))
     return tuple(rates)
 
 
-def _step_s(step: Callable[[], object], rounds: int, device: torch.device) -> float:
-    """The median seconds of an update."""
+def _update_s(parameters: Sequence[nn.Parameter], step: Callable[[], object], rounds: int) -> float:
+    """The median seconds of an update of these, which frees their gradients."""
+
+    def update() -> None:
+        step()
+        for parameter in parameters:
+            parameter.grad = None
+
     taken: list[float] = []
     for _ in range(rounds + 1):
-        taken.append(timed_s(step, device))
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        taken.append(timed_s(update, parameters[0].device))
         if len(taken) > LEAST_ROUNDS and sum(taken) > LONG_S:
             break
     return median(taken[1:])  # the first makes the state and does not count

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from .exchange import Exchanges
 from .ownership import TensorPlacement, input_placement, output_placement
 from .redistribution import Reals, Traffic, redistribution_s, traffic
 from .step_time import LINKS, Chain, OnLink, empty_chain
+
+FloatOrReals = TypeVar("FloatOrReals", float, Reals)
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
@@ -304,11 +306,10 @@ class CostModel(Exchanges):
             link = LINKS.index(ring.level)
             part = ring_steps("all_gather", layout.degree) / layout.degree
             out, back = (size * samples for size in self.output_bytes_per_sample(k))
-            own_s = self.cluster.overhead.move_s
-            scatter_s = own_s + collective_s(self.fabric, ring, "reduce_scatter", out)
-            gather_s = own_s + collective_s(self.fabric, ring, "all_gather", back)
-            forward = OnLink(scatter_s, link, out * part)
-            backward = OnLink(gather_s, link, back * part)
+            scatter_s = collective_s(self.fabric, ring, "reduce_scatter", out)
+            gather_s = collective_s(self.fabric, ring, "all_gather", back)
+            forward = OnLink(scatter_s + self._around_s(out), link, out * part)
+            backward = OnLink(gather_s + self._around_s(back), link, back * part)
         return after(statistics, forward), after(statistics, backward)
 
     def output_bytes_per_sample(self, k: int) -> tuple[float, float]:
@@ -361,7 +362,12 @@ class CostModel(Exchanges):
     def move_s(self, moved: Traffic, element_bytes: float, *, backward: bool = False) -> Reals:
         """[source, target] seconds of redistributions, with the executor's own work around each."""
         seconds = redistribution_s(self.fabric, moved, element_bytes, backward=backward)
-        return seconds + self.cluster.overhead.move_s * (seconds > 0)
+        return seconds + self._around_s(moved.needed * element_bytes) * (seconds > 0)
+
+    def _around_s(self, needed_bytes: FloatOrReals) -> FloatOrReals:
+        """The executor's own work around redistributions to members that need so much."""
+        overhead = self.cluster.overhead
+        return overhead.move_s + overhead.move_byte_s * needed_bytes
 
     def chain(self, decisions: Sequence[Option]) -> Chain:
         """All costs of the decisions, in forward order, as the step formulas take them."""

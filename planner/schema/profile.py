@@ -229,8 +229,8 @@ class PieceProfile(Record, frozen=True, kw_only=True):
 
 
 class UpdateRate(Record, frozen=True, kw_only=True):
-    """Seconds that an optimizer takes for each byte of parameters; ``sharded``: where exchanges are
-    sharded, with main weights of what has 16 bits."""
+    """Seconds that an optimizer takes for each byte of parameters, the freeing of their gradients
+    included; ``sharded``: where exchanges are sharded, with main weights of what has 16 bits."""
 
     optimizer: str
     seconds_per_byte: Seconds

@@ -120,7 +120,9 @@ def test_the_executors_own_work_is_measured_and_all_ranks_agree(
         assert 0 < found.step_s + found.parameter_s < 1  # agreements, Python: milliseconds at most
         assert 0 <= found.byte_s < 1e-6
         assert 0 <= found.move_s < 0.1
+        assert 0 < found.move_byte_s < 1e-7  # 10 MB/s would be no memory
     assert first[0].move_s == first[1].move_s
+    assert first[0].move_byte_s == first[1].move_byte_s
 
 
 def test_a_probe_needs_a_group() -> None:

@@ -181,6 +181,23 @@ def test_the_executor_costs_something_around_every_redistribution():
     assert after.inner_backward.seconds - before.inner_backward.seconds == pytest.approx(1e-3)
 
 
+def test_the_executors_copies_are_charged_by_the_byte():
+    links = msgspec.structs.replace(
+        cluster(4, inter=RATE, latency_s=0.0), overhead=StepOverhead(move_byte_s=1e-6)
+    )
+    units = [linear("a", 100, 100), linear("b", 100, 100)]
+    free, charged = model(units), model(units, links=links)
+    column, row = (Option(Layout(groups=2, degree=2), style) for style in ("column", "row"))
+    group_bytes = 8 * 400  # of a group of two, at a batch of 16 on four ranks
+    before, after = free.edge(0, HOME, column), charged.edge(0, HOME, column)
+    assert after.forward.seconds - before.forward.seconds == pytest.approx(1e-6 * group_bytes)
+    assert charged.edge(1, HOME, HOME).forward.seconds == 0.0
+    before, after = free.unit(2, row), charged.unit(2, row)
+    for way in ("inner_forward", "inner_backward"):
+        more = getattr(after, way).seconds - getattr(before, way).seconds
+        assert more == pytest.approx(1e-6 * group_bytes)
+
+
 def test_tied_units_agree_on_layout_and_dimension():
     m = model([linear("a", shared="w"), linear("b"), linear("c", shared="w")])
     layout = Layout(groups=2, degree=2)

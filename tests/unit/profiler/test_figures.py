@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import OPTIMIZERS
 from meshwright.planner.schema.record import decode, encode
-from meshwright.profiler import catalogue
+from meshwright.profiler import catalogue, timing
 from meshwright.profiler.catalogue import describe_cluster
 from meshwright.profiler.collectives import fit_line
 from meshwright.profiler.estimate import load_table, tables
@@ -60,6 +61,27 @@ def test_optimizers_rates_are_measured_on_copies() -> None:
     assert all(0 < rate < 1e-5 for rate in rates.values())  # 0.1 MB/s would be no computer
     assert torch.equal(parameter, before)
     assert parameter.grad is None
+
+
+def test_updates_are_of_new_gradients_and_free_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    updated: list[torch.Tensor] = []
+    states: list[bool] = []
+
+    def made(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        updated.extend(parameters)
+        return torch.optim.SGD(parameters, 0.0)
+
+    def timed_s(update: Callable[[], object], device: torch.device) -> float:
+        states.append(all(p.grad is not None for p in updated))
+        update()
+        states.append(all(p.grad is None for p in updated))
+        return 1e-3
+
+    monkeypatch.setattr(timing, "optimizer_for", made)
+    monkeypatch.setattr(timing, "timed_s", timed_s)
+    (rate,) = update_rates([torch.nn.Parameter(torch.ones(250))] * 2, ["sgd"], rounds=3)
+    assert rate.seconds_per_byte == pytest.approx(1e-3 / 2000)
+    assert states == [True] * 8
 
 
 def test_updates_of_main_weights_are_measured_where_there_would_be_some() -> None:
