@@ -208,11 +208,6 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     note(_fewer_fragments(made))
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
-    if cluster.on_gpus and made.leaves_idle:
-        note(
-            "units leave ranks idle, and on GPUs the gradients of such a plan leave when backward "
-            "is over, which its prediction does not count: compare with a plan without --bursts"
-        )
     limit_s, step_s = goal.time_limit_s, made.prediction.step_s
     # The search keeps the limit by the formula. What is predicted is simulated.
     if limit_s is not None and step_s > limit_s:

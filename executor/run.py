@@ -42,7 +42,7 @@ from ..planner.cost.ownership import TensorPlacement, boxes
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.local_steps import LocalSteps
-from ..planner.schema.plan import SHARDING, Plan
+from ..planner.schema.plan import SHARDING, Plan, leave_after_backward
 from ..planner.simulate.slicing import by_urgency
 from .comm.broadcast import broadcast
 from .comm.control import Control, Header, RankRow, digest
@@ -216,8 +216,8 @@ class Run:
 
     def _exchange_of(self, params: Sequence[GradParam]) -> Exchange:
         limit = self.plan.message_bytes
-        # See [Note: One order on a device's streams] in gradients/priority.py.
-        eager = not (self.on_stream and self.plan.leaves_idle)
+        late = leave_after_backward(self.plan.units, self.plan.world_size)
+        eager = not (self.on_stream and late)
         if self.plan.schedule == "barrier":
             buckets = make_buckets(params, limit)
             return BucketExchange(buckets, self.watch, eager=eager, issued=self.issued)

@@ -244,8 +244,7 @@ class BucketExchange(Exchange):
         self._waited_s = 0.0
         self._watch = watch
         self.bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
-        # Off on NCCL where units leave ranks idle: see [Note: One order on a device's streams] in
-        # priority.py.
+        # Off on NCCL by ``leave_after_backward``.
         self._eager = eager
         self._issued = issued
         self._next = 0

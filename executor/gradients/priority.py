@@ -42,9 +42,16 @@ ends. The library then carries them in that order, while the next forward waits 
 # leaves when its backward is over, later than on others; kernels of several communicators run side
 # by side then, as they do wherever two dimensions of parallelism are combined.
 #
-# Where a unit leaves ranks idle, graphs differ: there nothing leaves in the midst of a backward
-# (``eager`` off). Nor do threads issue, and the order of slices stays the plan's: a clock of the
-# host sees waits that take no time.
+# Where a unit leaves ranks idle, all graphs still have the same redistributions in the same order
+# ([Note: Burst units, idle ranks and the anchor] in bursts.py), and a unit's gradient is complete
+# between the same two of them on all ranks that have the unit. So gradients that are all-reduced
+# leave there too (a test draws random plans of that kind and looks for circles). Not where
+# exchanges are sharded: parameters that are gathered for the next forward have an order of their
+# own on each rank then, and the same test found circles. There nothing leaves in the midst of a
+# backward (``eager`` off).
+#
+# Nor do threads issue, and the order of slices stays the plan's: a clock of the host sees waits
+# that take no time.
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Plan: the only thing that passes from planner to executor."""
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -33,6 +34,26 @@ Status = Literal["optimal", "feasible", "heuristic", "manual"]
 ScheduleName = Literal["barrier", "priority"]
 """How gradients travel: in buckets, first in, first out, all waited for (``barrier``); in slices,
 those first that forward needs first (``priority``). See ``simulate.schedule``."""
+
+
+class Exchanged(Protocol):
+    """What a unit's plan, or an option for it, says of its gradients."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def exchange(self) -> ExchangePolicy: ...
+    @property
+    def wire(self) -> WireFormat: ...
+
+
+def leave_after_backward(units: Iterable[Exchanged], ranks: int) -> bool:
+    """Whether gradients leave when all of backward is over where collectives are queued on a
+    device's streams: where some unit leaves ranks idle and some exchange is not one all-reduce. See
+    [Note: One order on a device's streams] in executor/gradients/priority.py."""
+    every = list(units)
+    idle = any(unit.layout.size < ranks for unit in every)
+    return idle and any(unit.exchange != "dense" or unit.wire != "exact" for unit in every)
 
 
 class UnitPlan(Record, frozen=True, kw_only=True):

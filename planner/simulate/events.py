@@ -179,7 +179,7 @@ class _StepRun:
         if task is None or task.since_s is None:
             return
         if self.now_s > task.since_s:
-            link, unit = task.message.link, task.message.ready
+            link, unit = task.message.link, task.message.first
             span = Span(link, unit, "exchange", task.since_s, self.now_s, task.index)
             self.spans.append(span)
         task.since_s = None

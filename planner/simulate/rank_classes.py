@@ -171,9 +171,10 @@ class _TaskGraph:
     def _send(self) -> None:
         self._sent = {}
         for message in self.messages:
-            ready = max(self._backward[k] for k in message.units)
+            behind = self._backward if message.after_backward else message.units
+            ready = max(self._backward[k] for k in behind)
             urgency = 0.0 if self.schedule == "barrier" else message.urgency
-            first = message.ready
+            first = message.first
             classes = self.of_unit[first]
             # Not by ``_add``: no class waits for it, and it waits for no other work of theirs.
             task = SimTask(

@@ -18,6 +18,7 @@ from ..cost.exchange import Gradient
 from ..cost.step_time import LINKS, Chain, LinkMatrix, Vector
 from ..schema.options import Option
 from ..schema.plan import ScheduleName as ScheduleName
+from ..schema.plan import leave_after_backward
 from . import slicing
 from .dropping import Budget, expected_turns
 from .slicing import GradientSize, SliceSpec
@@ -42,8 +43,9 @@ class Work(NamedTuple):
 
 class Message(NamedTuple):
     """Gradients of ``units`` that cross ``link`` together, once the backward of the first of them
-    (the last to have it) is over. Low ``urgency`` goes first. With ``turns`` it goes in some steps
-    only, which repeat: ``seconds`` and ``sent_bytes`` are then those of a mean step."""
+    (the last to have it) is over, or all of backward (``after_backward``). Low ``urgency`` goes
+    first. With ``turns`` it goes in some steps only, which repeat: ``seconds`` and ``sent_bytes``
+    are then those of a mean step."""
 
     units: tuple[int, ...]
     link: str
@@ -51,6 +53,7 @@ class Message(NamedTuple):
     urgency: float = 0.0
     sent_bytes: float = 0.0
     turns: tuple[bool, ...] = ()
+    after_backward: bool = False
 
     def goes(self, step: int) -> bool:
         """Whether it is sent in that step."""
@@ -62,9 +65,14 @@ class Message(NamedTuple):
         return self.seconds / fmean(self.turns or (1.0,))
 
     @property
+    def first(self) -> int:
+        """The first unit of those whose gradients it has."""
+        return min(self.units)
+
+    @property
     def ready(self) -> int:
         """The unit with whose backward the message becomes ready."""
-        return min(self.units)
+        return 0 if self.after_backward else self.first
 
 
 class Step(NamedTuple):
@@ -179,6 +187,7 @@ def messages_of(
     """Every bucket or slice as a message, each one collective (two where the exchange is sharded);
     none of those that are waited for in backward."""
     messages, urgent = [], slicing.by_urgency(option.exchange for option in decisions)
+    late = model.cluster.on_gpus and leave_after_backward(decisions, model.world_size)
     made = pack_gradients(model, decisions, schedule)
     dropped = _dropped_turns(model, made) if schedule == "priority" else {}
     for packed in made:
@@ -196,7 +205,8 @@ def messages_of(
             on = model.exchange(kind, model.payload_bytes(kind, ceil(size)) if part else size)
             urgency, share = packed.units[0] if urgent else 0.0, fmean(turns or (1.0,))
             seconds, sent = share * on.seconds, share * on.sent_bytes
-            messages.append(Message(packed.units, LINKS[on.link], seconds, urgency, sent, turns))
+            link = LINKS[on.link]
+            messages.append(Message(packed.units, link, seconds, urgency, sent, turns, late))
     return tuple(messages)
 
 

@@ -6,15 +6,15 @@ import copy
 import io
 import os
 import time
+from functools import partial
 
 import msgspec
 import pytest
 import torch
 from between import Between, Softmax
-from burst_strategies import trials
+from burst_search import search
 from burst_trials import Trial
 from bursts import check
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.order import FIRST
 from meshwright.executor.parallel import full_state_dict, run_of
@@ -31,9 +31,6 @@ from tests.sampling import sampled
 
 QUICK, SLOW, MANY = 6, 24, 334
 """Plans for each number of ranks."""
-DRAWN = 5
-"""So many times as many trials are drawn as plans are tried: hypothesis likes to change what it has
-drawn a little, and often in something else than the plan."""
 EXAMPLE_S = 90.0
 """No trial may take longer, however busy the machine."""
 SLEEP_S = 0.15
@@ -43,13 +40,13 @@ TRIES = 6
 @pytest.mark.timeout(600)  # hypothesis may take five minutes to make a failing plan small
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_random_plans(ranks, world):
-    _search(ranks, world, QUICK, 0)
+    search(world, QUICK, 0, partial(_try, ranks))
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world", sampled([2, 3, 4], 1))
 def test_more_random_plans(ranks, world):
-    _search(ranks, world, SLOW, 1)
+    search(world, SLOW, 1, partial(_try, ranks))
 
 
 @pytest.mark.long
@@ -63,7 +60,8 @@ def test_a_thousand_random_plans(ranks, world):
         _try(ranks, Trial.read(told))
     elif told is None:
         count = int(os.environ.get("MESHWRIGHT_BURST_PLANS", MANY))
-        _search(ranks, world, count, int(os.environ.get("MESHWRIGHT_BURST_SEED", "2")))
+        start = int(os.environ.get("MESHWRIGHT_BURST_SEED", "2"))
+        search(world, count, start, partial(_try, ranks))
 
 
 def _try(ranks, trial: Trial) -> None:
@@ -76,46 +74,16 @@ def _try(ranks, trial: Trial) -> None:
         raise AssertionError(told) from error
 
 
-def _search(ranks, world: int, plans: int, start: int, attempt=_try) -> None:
-    """Draws so many different plans, or until one fails, which is then made small."""
-    tried: set[str] = set()
-    failing = False
-
-    @seed(start)
-    @settings(
-        max_examples=DRAWN * plans,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=tuple(HealthCheck),
-        database=None,
-        deadline=None,
-    )
-    @given(trials(world))
-    def holds(trial: Trial) -> None:
-        nonlocal failing
-        key = str(trial.plan)
-        if not failing and (key in tried or len(tried) == plans):
-            return
-        tried.add(key)
-        try:
-            attempt(ranks, trial)
-        except AssertionError:
-            failing = True
-            raise
-
-    holds()
-    assert len(tried) == plans, f"only {len(tried)} different plans were drawn"
-
-
-def test_a_failing_plan_is_made_small(ranks):
+def test_a_failing_plan_is_made_small():
     """What the search is for: of plans that fail, the smallest is told."""
     tried: list[Trial] = []
 
-    def fails(ranks, trial: Trial) -> None:
+    def fails(trial: Trial) -> None:
         tried.append(trial)
         assert not any(unit.layout.first for unit in trial.plan.units), "placed elsewhere"
 
     with pytest.raises(AssertionError, match="placed elsewhere"):
-        _search(ranks, 3, 30, 0, fails)
+        search(3, 30, 0, fails)
     last = tried[-1]
     assert sum(unit.layout.first > 0 for unit in last.plan.units) == 1
     assert (last.parts, last.decays, last.plan.schedule) == (1, False, "barrier")

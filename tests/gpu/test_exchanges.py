@@ -194,8 +194,9 @@ def test_gradients_leave_in_backward_of_divided_units(ranks, kind):
     assert all(ranks(2)(leaves_in_backward, kind))
 
 
-def test_where_ranks_are_idle_they_leave_at_its_end(ranks):
-    assert not any(ranks(2)(leaves_in_backward, "burst+priority"))
+@pytest.mark.parametrize(("kind", "early"), [("burst+priority", True), ("burst+sharded", False)])
+def test_where_ranks_are_idle_they_leave_in_backward_unless_sharded(ranks, kind, early):
+    assert ranks(2)(leaves_in_backward, kind) == [early, early]
 
 
 def test_a_circle_of_orders_is_found():

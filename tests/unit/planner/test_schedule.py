@@ -1,17 +1,22 @@
 """What leaves in which bucket, and when."""
 
+import msgspec
+import pytest
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.step_time import LINKS, empty_chain
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Option
-from meshwright.planner.simulate.events import simulate
+from meshwright.planner.schema.plan import ScheduleName
+from meshwright.planner.simulate.events import Simulation, simulate
+from meshwright.planner.simulate.rank_classes import simulate_decisions
 from meshwright.planner.simulate.schedule import (
     Message,
     Step,
     messages_of,
     pack_gradients,
     slice_messages,
+    step_of,
     work_of,
 )
 
@@ -117,3 +122,50 @@ def test_more_urgent_messages_preempt():
         (0, 3.0, 3.5),
         (1, 3.5, 4.5),
     ]
+
+
+def idle_on(
+    device: str, schedule: ScheduleName, option: Option, part: Layout, inter: float = 1e9
+) -> Simulation:
+    """Four layers on two devices of that name, one of them laid out as ``part`` says."""
+    profile = chain_profile([linear(f"fc{i}", 512, 512) for i in range(4)])
+    links = cluster(2, inter=inter)
+    there = msgspec.structs.replace(links.nodes[0].devices[0], name=device)
+    nodes = tuple(msgspec.structs.replace(n, devices=(there,)) for n in links.nodes)
+    cost = CostModel(
+        profile, msgspec.structs.replace(links, nodes=nodes), Goal(batch=64),
+        message_bytes=2**20, sliced=schedule == "priority",
+    )  # fmt: skip
+    layouts = [part if k == 2 else BOTH for k in range(6)]
+    decisions = [option._replace(layout=layout) for layout in layouts]
+    step = step_of(cost, decisions, cost.chain(decisions), schedule)
+    return simulate_decisions(cost, decisions, step)
+
+
+BOTH, FIRST = Layout(groups=2, degree=1), Layout(groups=1, degree=1)
+SECOND = Layout(groups=1, degree=1, first=1)
+PLAIN, ROUNDED = Option(BOTH), Option(BOTH, wire="bf16")
+SHARDED = Option(BOTH, exchange="sharded")
+
+
+@pytest.mark.parametrize(
+    ("device", "option", "part", "late"),
+    [
+        ("a100", ROUNDED, FIRST, True), ("a100", ROUNDED, SECOND, True),
+        ("a100", PLAIN, FIRST, False), ("a100", ROUNDED, BOTH, False),
+        ("cpu (test)", ROUNDED, FIRST, False), ("cpu (test)", ROUNDED, SECOND, False),
+    ],
+)  # fmt: skip
+def test_on_gpus_gradients_leave_after_backward_where_ranks_are_idle_unless_all_reduced(
+    device, option, part, late
+):
+    spans = idle_on(device, "barrier", option, part).spans
+    leaves = min(span.start_s for span in spans if span.phase == "exchange")
+    assert (leaves >= max(span.end_s for span in spans if span.phase == "backward")) == late
+
+
+def test_what_leaves_late_makes_the_step_longer():
+    on_gpus, on_cpus = (
+        idle_on(d, "priority", SHARDED, FIRST, 5e7).step_s for d in ("a100", "cpu (test)")
+    )
+    assert on_gpus > 1.05 * on_cpus
