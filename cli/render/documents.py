@@ -86,7 +86,8 @@ def bound_sentence(found: StepBottleneck) -> str:
         advice += (
             [] if blocking else ["or try --allow-lossy" if found.may_round else "or raise --batch"]
         )
-    part = f"{seconds(found.part_s)} of {seconds(found.step_s)}"
+    slowest = " on the slowest rank, for which the others wait" * found.on_slowest
+    part = f"{seconds(found.part_s)} of {seconds(found.step_s)}{slowest}"
     words = f"Bound by {what} ({part}): {', '.join(advice)}."
     if found.hosts is not None and found.hosts.waited_s > HIDDEN * found.step_s:
         waited = seconds(found.hosts.waited_s)
@@ -177,7 +178,8 @@ def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> lis
     if profile.origin == "measured" and largest > EXTRAPOLATED * measured:
         words.append(
             f"The units' times were measured up to batches of {measured} and are extrapolated to "
-            f"{largest}."
+            f"{largest}: profile at batches near that (meshwright profile --batches) and plan with "
+            "--profile."
         )
     return words + [f"Calibrated: {said}." for said in (*profile.calibrated, *cluster.calibrated)]
 

@@ -402,22 +402,27 @@ def whole_losses(by_rank: Iterable[Sequence[float]]) -> tuple[float, ...]:
 
 def drawing(workload: Workload, batch: int) -> Callable[[int], Batch]:
     """Gives the global batch of each step, the same on every rank: the training data in an order
-    that is drawn anew for each pass, or random batches where the workload has no data."""
+    that is drawn anew for each pass, or random batches where the workload has no data. A batch
+    larger than the data takes several passes."""
     if workload.data is None:
         return partial(_random, workload, batch)
     data = workload.data("train")
-    size = min(batch, data.size)
-    steps = data.size // size
+    steps, passes = max(data.size // batch, 1), ceil(batch / data.size)
 
     def draw(number: int) -> Batch:
         # Drawn anew at each step and not kept: any step can be asked for, as after a restart.
-        order = torch.randperm(
-            data.size, generator=torch.Generator().manual_seed(number // steps), device="cpu"
-        )
-        start = number % steps * size
-        return data.take(order[start : start + size])
+        first = number // steps * passes
+        order = torch.cat([_order(data.size, first + i) for i in range(passes)])
+        start = number % steps * batch
+        return data.take(order[start : start + batch])
 
     return draw
+
+
+def _order(samples: int, number: int) -> Tensor:
+    """An order of the data for the pass of that number."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randperm(samples, generator=generator, device="cpu")
 
 
 def _random(workload: Workload, batch: int, number: int) -> Batch:

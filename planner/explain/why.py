@@ -274,7 +274,8 @@ class StepBottleneck(NamedTuple):
     ``link`` is where most of the communication that the rank waits for goes over, and ``faster_s``
     the step with twice its bandwidth; None where nothing is waited for. ``recompute_s`` is
     computing that is done again for lack of memory. ``may_round`` says that gradients could
-    travel in fewer bytes and it was not allowed. ``hosts`` is of plans with local steps."""
+    travel in fewer bytes and it was not allowed. ``hosts`` is of plans with local steps.
+    ``on_slowest``: ``part_s`` is of the slowest rank, for which others mostly wait."""
 
     part: Part
     part_s: float
@@ -284,6 +285,7 @@ class StepBottleneck(NamedTuple):
     faster_s: float | None = None
     may_round: bool = False
     hosts: HostsWait | None = None
+    on_slowest: bool = False
 
 
 def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottleneck:
@@ -291,11 +293,12 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
     simulated as it is, and once more with the faster link."""
     model, decisions = CostModel.of_plan(plan, profile, cluster), decisions_of(plan)
     done = evaluation(model, decisions, schedule=plan.schedule)
-    part, part_s = largest_part(done)
+    part, part_s, on_slowest = largest_part(done)
     recomputed = (unit.forward_s for unit in plan.units if unit.memory == "recompute")
     found = StepBottleneck(
         part, part_s, done.prediction.step_s, sum(recomputed) * plan.micro_batches,
         may_round=not plan.goal.allow_lossy and model.wire_share("bf16") < 1,
+        on_slowest=on_slowest,
     )  # fmt: skip
     waited: dict[LevelName, float] = {}
     for link, seconds in _waited(done):
@@ -435,9 +438,10 @@ def _broken(done: Evaluation) -> tuple[str, ...]:
     return over if pinned else (*over, "pins")
 
 
-def largest_part(done: Evaluation) -> tuple[Part, float]:
+def largest_part(done: Evaluation) -> tuple[Part, float, bool]:
     """What a step takes longest for on the slowest rank, and how long that is predicted to take on
-    a median rank, which waits for that one besides."""
+    a median rank; on the slowest one itself (True) where the median rank, which waits for it, does
+    something else for longest."""
     slowest, median = done.simulation, done.prediction
     parts: dict[Part, tuple[float, float]] = {
         "compute": (slowest.compute_s, median.compute_s),
@@ -445,7 +449,9 @@ def largest_part(done: Evaluation) -> tuple[Part, float]:
         "exchange": (slowest.exposed_s, median.exposed_s),
     }
     part = max(parts, key=lambda name: parts[name][0])
-    return part, parts[part][1]
+    if parts[part][1] < max(usual for _, usual in parts.values()):
+        return part, parts[part][0], True
+    return part, parts[part][1], False
 
 
 def exposures(done: Evaluation) -> Iterator[Exposure]:

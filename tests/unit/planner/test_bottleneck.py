@@ -76,6 +76,19 @@ def test_its_seconds_are_those_of_the_prediction(profile):
     assert (found.part, found.part_s) == ("compute", plan.prediction.compute_s)
 
 
+def test_where_ranks_mostly_wait_for_a_slower_one_the_seconds_are_its(profile):
+    """Of eight ranks one takes some of ten times as long: the others wait for most of the step."""
+    uneven, links = msgspec.structs.replace(profile, spread=10.0), cluster(10_000)
+    plan = make_plan(uneven, links, Goal(batch=512))
+    predicted = plan.prediction
+    assert predicted.compute_s < max(predicted.blocking_s, predicted.exposed_s)
+    found = bottleneck(plan, uneven, links)
+    assert found.part == "compute"
+    assert found.on_slowest
+    assert predicted.step_s / 2 < found.part_s <= predicted.step_s
+    assert "on the slowest rank, for which the others wait): " in bound_sentence(found)
+
+
 def test_one_device_waits_for_nothing(profile):
     device = Device(name="a100", memory_bytes=80 * 2**30)
     alone = Cluster(name="one", nodes=(Node(name="host", devices=(device,)),), levels=())
