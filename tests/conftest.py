@@ -5,9 +5,25 @@ Examples are the same in every run, so that a red run is the work of the change 
 """
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+from meshwright.planner.schema.cache import CACHE_VARIABLE
 
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.register_profile("search", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where tests keep what they measure, not in the user's cache: ranks on this machine have the
+    same links in every test, and those that want them measured anew name a folder of their own."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all that work at once
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(folder / "measurements"))
+        yield folder

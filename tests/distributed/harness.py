@@ -185,6 +185,14 @@ def _serve(
         pipe.send_bytes(pickle.dumps(answer))
 
 
+def _put_back(environment: dict[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 def _leave_groups() -> None:
     import torch.distributed as dist
 
@@ -228,6 +236,7 @@ def _answer(
         dist.init_process_group(
             backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=30)
         )
+    environment = dict(os.environ)
     try:
         known = len(sys.modules)
         value = function(rank, *args, **kwargs)
@@ -237,3 +246,5 @@ def _answer(
         return value, "", "", ""
     except Exception as error:
         return None, str(error), type(error).__name__, traceback.format_exc()
+    finally:
+        _put_back(environment)  # what a test sets is not the next one's
