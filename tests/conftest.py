@@ -26,4 +26,4 @@ def measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = folder.parent  # of all that work at once
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(folder / "measurements"))
-        yield folder
+        yield folder / "measurements"
