@@ -8,10 +8,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 unexport PYTHONDONTWRITEBYTECODE
 # One thread for each process, as in a training run: several ranks share the cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Tests of a single process share the cores. Ranks wait for each other most of the time: two files
-# with tests of them are run at once. What measures time has the machine for itself.
-SINGLE := $(TEST) -n auto --dist loadfile tests/unit tests/property
-SEVERAL := $(TEST) -n 2 --dist loadfile tests/distributed tests/gpu
+# Tests of a single process share the cores. Ranks wait for each other much of the time: three files
+# with tests of them are run at once. Whoever is done first takes half of what another has left, so
+# that nobody is left alone with a long file. What measures time has the machine for itself.
+SINGLE := $(TEST) -n auto --dist worksteal tests/unit tests/property
+SEVERAL := $(TEST) -n 3 --dist worksteal tests/distributed tests/gpu
 ALONE := $(TEST) tests/distributed tests/gpu tests/testbed
 # What another Python or other versions of what we build on would break first.
 SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/test_imports.py tests/distributed/test_training.py
@@ -92,7 +93,7 @@ test-long: $(VENV)/frameworks.stamp
 	HYPOTHESIS_PROFILE=search $(TEST) -n auto tests/property
 
 smoke: $(VENV)/test.stamp
-	$(TEST) -n auto --dist loadfile -m "not slow and not long" $(SMOKE)
+	$(TEST) -n auto --dist worksteal -m "not slow and not long" $(SMOKE)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check

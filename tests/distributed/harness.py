@@ -13,6 +13,7 @@ killed and started anew.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import inspect
@@ -33,7 +34,10 @@ HERE = Path(__file__).parent
 STARTUP_S = 60.0
 LEAVE = b"leave"
 # What every rank needs: torch's optimizers import the compiler when the first of them is made.
-IMPORTED = ["torch.distributed", "torch._dynamo", "meshwright.api", "meshwright.executor.apply"]
+IMPORTED = [
+    *("torch.distributed", "torch._dynamo"),
+    *("meshwright.api", "meshwright.executor.apply", "meshwright.profiler.model"),
+]
 
 
 @dataclass(frozen=True)
@@ -162,12 +166,15 @@ def _serve(
     rank: int, size: int, port: int, pipe: Connection, backend: str, environment: dict[str, str]
 ) -> None:
     import torch
+    from meshwright.profiler import model
     from torch.distributed import TCPStore
 
     os.environ.update(environment)  # as it is now, not as it was when the first rank was started
     gc.collect()
     gc.freeze()
     torch.set_num_threads(1)
+    # The same for every model on a device, and most of the time of profiling a small one.
+    model.compression_rates = functools.cache(model.compression_rates)
     sys.path.insert(0, str(HERE))
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTUP_S))
     while True:
@@ -183,6 +190,14 @@ def _serve(
             _leave_groups()
         answer = _answer(rank, size, store, number, _find(place, name), args, kwargs, backend)
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def _put_back(environment: dict[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _leave_groups() -> None:
@@ -228,6 +243,7 @@ def _answer(
         dist.init_process_group(
             backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=30)
         )
+    environment = dict(os.environ)
     try:
         known = len(sys.modules)
         value = function(rank, *args, **kwargs)
@@ -237,3 +253,5 @@ def _answer(
         return value, "", "", ""
     except Exception as error:
         return None, str(error), type(error).__name__, traceback.format_exc()
+    finally:
+        _put_back(environment)  # what a test sets is not the next one's

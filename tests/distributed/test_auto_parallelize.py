@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -86,7 +87,7 @@ def measure_plan_and_train(rank: int, cache: str) -> tuple[bytes, dict[str, torc
     return encode(plan), mw.full_state_dict(model)
 
 
-def test_measures_plans_and_trains_as_one_process_would(ranks, tmp_path):
+def test_measures_plans_and_trains_as_one_process_would(ranks, tmp_path, measurements):
     (plan, first), (other_plan, other) = ranks(2)(
         measure_plan_and_train, str(tmp_path), limit_s=LIMIT_S
     )
@@ -99,6 +100,7 @@ def test_measures_plans_and_trains_as_one_process_would(ranks, tmp_path):
     kept = list((tmp_path / "documents").glob("*.json"))
     # The profile and the cluster, each by what it was measured for and by its fingerprint.
     assert len(kept) == 4
+    shutil.copytree(tmp_path, measurements, dirs_exist_ok=True)  # for tests that want no other
     again = ranks(2)(measure_plan_and_train, str(tmp_path), limit_s=20.0)
     assert fingerprint_of_measurements(again[0][0]) == fingerprint_of_measurements(plan)
 
@@ -127,9 +129,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def plan_for_an_optimizer(rank: int, name: str, cache: str) -> list[str]:
+def plan_for_an_optimizer(rank: int, name: str) -> list[str]:
     """How units are divided and exchanged over a slow link, for that optimizer."""
-    os.environ["MESHWRIGHT_CACHE"] = cache
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(12, 128), nn.ReLU(), nn.Linear(128, 128), nn.Linear(128, 4))
     optimizer = OPTIMIZERS[name](model)
@@ -149,10 +150,9 @@ def plan_for_an_optimizer(rank: int, name: str, cache: str) -> list[str]:
     return [unit.style for unit in plan.units if unit.modules]
 
 
-def test_a_plan_is_made_for_the_optimizer(ranks, tmp_path):
+def test_a_plan_is_made_for_the_optimizer(ranks):
     styles = {
-        name: ranks(2)(plan_for_an_optimizer, name, str(tmp_path), limit_s=LIMIT_S)[0]
-        for name in OPTIMIZERS
+        name: ranks(2)(plan_for_an_optimizer, name, limit_s=LIMIT_S)[0] for name in OPTIMIZERS
     }
     assert set(styles["sgd"]) > {"none"} or "none" not in styles["sgd"]
     assert set(styles["Adafactor"]) == set(styles["Lion"]) == {"none"}
@@ -230,8 +230,7 @@ def test_a_graph_that_is_still_alive_is_no_hindrance(ranks):
     ranks(2)(divide_with_a_graph_alive)
 
 
-def allow_lossy_exchange(rank: int, cache: str) -> None:
-    os.environ["MESHWRIGHT_CACHE"] = cache
+def allow_lossy_exchange(rank: int) -> None:
     model, x = network(), samples(10)[0]
     _, _, plan = mw.auto_parallelize(
         model, sgd(model), example_inputs=(x[:4],), lossy=True, min_fidelity=0.5
@@ -250,12 +249,11 @@ def allow_lossy_exchange(rank: int, cache: str) -> None:
 
 
 @pytest.mark.slow
-def test_lossy_exchange_is_allowed_or_not(ranks, tmp_path):
-    ranks(2)(allow_lossy_exchange, str(tmp_path), limit_s=LIMIT_S)
+def test_lossy_exchange_is_allowed_or_not(ranks):
+    ranks(2)(allow_lossy_exchange, limit_s=LIMIT_S)
 
 
-def plan_for_too_few_samples(rank: int, cache: str) -> list[str]:
-    os.environ["MESHWRIGHT_CACHE"] = cache
+def plan_for_too_few_samples(rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mw.auto_parallelize(network(), example_inputs=(samples(4)[0],), global_batch_size=1)
@@ -263,8 +261,8 @@ def plan_for_too_few_samples(rank: int, cache: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_global_batch_that_leaves_ranks_without_samples_is_told(ranks, tmp_path):
-    (told,), others = ranks(2)(plan_for_too_few_samples, str(tmp_path), limit_s=LIMIT_S)
+def test_a_global_batch_that_leaves_ranks_without_samples_is_told(ranks):
+    (told,), others = ranks(2)(plan_for_too_few_samples, limit_s=LIMIT_S)
     assert "a global batch of 1 leaves 1 of 2 ranks without samples" in told
     assert others == []
 
@@ -320,15 +318,14 @@ class FailsInForward(nn.Module):
         raise RuntimeError("the tokens are out of range")
 
 
-def refused_on_all(rank: int, cache: str) -> str:
-    os.environ["MESHWRIGHT_CACHE"] = cache
+def refused_on_all(rank: int) -> str:
     with pytest.raises(mw.InputError) as caught:
         mw.auto_parallelize(FailsInForward(), example_inputs=samples(4)[:1])
     return str(caught.value)
 
 
-def test_a_model_that_fails_is_the_same_sentence_on_every_rank(ranks, tmp_path):
-    first, second = ranks(2)(refused_on_all, str(tmp_path))
+def test_a_model_that_fails_is_the_same_sentence_on_every_rank(ranks):
+    first, second = ranks(2)(refused_on_all)
     assert first == second
     assert "the tokens are out of range" in first
 

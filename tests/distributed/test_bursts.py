@@ -407,7 +407,7 @@ def says_what_is_wrong(rank: int) -> None:
             return x.sum()
 
     model = nn.Sequential(nn.Linear(3, 3), Sum())
-    apply(model, None, plan(2, [_part("1", Layout(groups=1))]), timeout_s=3)
+    apply(model, None, plan(2, [_part("1", Layout(groups=1))]), timeout_s=2)
     model(torch.zeros(2, 3))
 
 

@@ -129,9 +129,9 @@ def test_gradients_accumulate(ranks):
 def loses_a_peer(rank: int, chosen: Plan) -> str:
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    apply(model, optimizer, chosen, timeout_s=3)
+    apply(model, optimizer, chosen, timeout_s=2)
     if rank == 3:
-        time.sleep(6.0)  # in place of its backward
+        time.sleep(3.0)  # in place of its backward
         return ""
     try:
         loss_of(model, part(rank, [2, 2, 2, 2])).backward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -260,8 +259,7 @@ def test_verify_takes_compiled_models(ranks):
     assert ranks(2)(verifies, "divided", limit_s=100) == [True, True]
 
 
-def measures_and_trains(rank: int, cache: str) -> None:
-    os.environ["MESHWRIGHT_CACHE"] = cache
+def measures_and_trains(rank: int) -> None:
     plans = []
     for backend in (None, "aot_eager"):
         torch.manual_seed(3)
@@ -281,5 +279,5 @@ def measures_and_trains(rank: int, cache: str) -> None:
 
 
 @pytest.mark.slow
-def test_auto_parallelize_measures_what_is_compiled_anew(ranks, tmp_path):
-    ranks(2)(measures_and_trains, str(tmp_path), limit_s=200)
+def test_auto_parallelize_measures_what_is_compiled_anew(ranks):
+    ranks(2)(measures_and_trains, limit_s=200)

@@ -453,7 +453,7 @@ def gradients_of_some(rank: int) -> None:
 
 def skips_a_unit(rank: int) -> None:
     training = Training(rank, 2)
-    run_of(training.model).watch.timeout_s = 3
+    run_of(training.model).watch.timeout_s = 2
     training.model.short = rank == 1
     for seed in range(3):
         training.together(seed)

@@ -302,11 +302,11 @@ def test_a_loop_whose_hosts_end_at_different_times(ranks):
 def leaves_out_a_step(rank: int, chosen: Plan) -> str:
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    apply(model, optimizer, chosen, timeout_s=3)
+    apply(model, optimizer, chosen, timeout_s=2)
     try:
         for step in range(3 - (rank == 1)):
             train(model, optimizer, chosen, rank, step)
-        time.sleep(6.0 * (rank == 1))
+        time.sleep(3.0 * (rank == 1))
     except RuntimeError as error:
         return str(error)
     return "nothing was raised"

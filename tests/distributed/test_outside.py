@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
@@ -293,9 +292,8 @@ def test_a_unit_that_keeps_a_result_is_not_divided():
     assert found.unit("0").splits
 
 
-def sums(rank: int, cache: str) -> list[str]:
+def sums(rank: int) -> list[str]:
     """What ``auto_parallelize`` and a launch without a script say of sums over samples."""
-    os.environ["MESHWRIGHT_CACHE"] = cache
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, reduction="sum")
@@ -315,8 +313,8 @@ def sums(rank: int, cache: str) -> list[str]:
     return said
 
 
-def test_a_sum_over_samples_is_refused_before_the_first_step(ranks, tmp_path):
-    for said in ranks(2)(sums, str(tmp_path)):
+def test_a_sum_over_samples_is_refused_before_the_first_step(ranks):
+    for said in ranks(2)(sums):
         assert all("is a sum over samples" in sentence for sentence in said)
         assert [s.split("'")[1] for s in said] == ["Keeping", "Keeping", "sum"]
 

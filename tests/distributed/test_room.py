@@ -66,6 +66,7 @@ def test_launch_plans_again_within_what_is_free(tmp_path):
     assert report.predicted.peak_bytes <= peak - less
 
 
+@pytest.mark.slow
 def test_launch_says_why_no_other_plan_fits(tmp_path):
     plan = planned()
     with pytest.raises(NoRoomError, match=r"and none was made that needs less \(.*: free some"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -540,15 +541,33 @@ def test_gradients_read_in_another_order_are_not_mixed_up(ranks):
         assert "ranks ask for different tensors at once" in outcome.error
 
 
-SLOW_S = 1.0
+SLOW_S = 0.5
+# How long a rank waits for averages that a test lets go, which none should.
+HELD_S = 20.0
 
 
 def slow_averages(grad_group: ShardedGradGroup) -> None:
     """Its gradients stay away for a while."""
+    late_averages(grad_group, lambda: time.sleep(SLOW_S))
+
+
+def held_averages(grad_group: ShardedGradGroup) -> threading.Event:
+    """Its gradients stay away while this event is not set, as it is at first."""
+    let_go = threading.Event()
+    let_go.set()
+
+    def hold() -> None:
+        assert let_go.wait(HELD_S), "it waits for averages that are held"
+
+    late_averages(grad_group, hold)
+    return let_go
+
+
+def late_averages(grad_group: ShardedGradGroup, hold: Callable[[], None]) -> None:
     soon = grad_group.wait_for_averages
 
     def wait(watch: Any) -> float:
-        time.sleep(SLOW_S)
+        hold()
         return soon(watch)
 
     grad_group.wait_for_averages = wait  # type: ignore[method-assign]
@@ -563,21 +582,21 @@ def steps_without_waiting(rank: int) -> None:
     more, and parameters wait."""
     for optimizer in ("sgd", "adamw"):
         pair = Pair(rank, shards(2), optimizer)
-        slow_averages(first_grad_group(pair.model))
+        let_go = held_averages(first_grad_group(pair.model))
         for seed in range(2):
             pair.backward(seed)
             if seed:  # gradients that have been put together, and one of the user's own
                 for model in (pair.model, pair.alone):
                     model.first.weight.grad.clamp_(max=0.1)
                     model.wide.weight.grad = model.wide.weight.grad * 2
-            began_s = time.monotonic()
+            let_go.clear()
             pair.step(set_to_none=False)
             for group in pair.optimizer.param_groups:
                 group["lr"] *= 1.0
-            assert time.monotonic() - began_s < SLOW_S / 2
             assert run_of(pair.model).busy
+            threading.Timer(0.1, let_go.set).start()
             pair.check()
-            assert time.monotonic() - began_s > SLOW_S
+            assert let_go.is_set()
 
 
 def changes_gradients_after_a_step(rank: int) -> None:

@@ -12,8 +12,6 @@ from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 
-SOLVERS = ("heuristic", "integer", "lagrangian")
-
 
 def asked(**goal):
     """Two layers that take 4 x 3 x 1 ms of computing each on 4 ranks, and bursts."""
@@ -27,7 +25,11 @@ def test_without_one_nothing_is_slowed():
     assert Goal(batch=16, background=True).slowdown == 1.1
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    "solver",
+    # It looks for relaxations one by one, which takes long.
+    [pytest.param("heuristic", marks=pytest.mark.slow), "integer", "lagrangian"],
+)
 def test_a_step_keeps_its_limit_with_the_background_too(solver):
     quickest = solve(asked(), solver).plan.prediction.step_s
     limit = quickest * 1.3
