@@ -24,6 +24,7 @@ from ..models.workload import device_of
 from ..planner.schema.errors import InputError, NoRoomError
 from ..planner.schema.goal import STATE_COPIES, STATE_OPTIONS
 from ..planner.schema.plan import CLASS_NAMES, Plan
+from .control_groups import memory_groups
 from .gradients.pending import bare
 from .gradients.reshard import sharded_param
 from .run import Run
@@ -35,8 +36,6 @@ SPARE_BYTES = 2**24
 MIB = 2**20
 # A plan that is made for what is free now takes so much less, as that changes until it runs.
 _LESS = 0.02
-# Of control groups version 2, as a container sees its own.
-_GROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -53,15 +52,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def host_free_bytes() -> int | None:
-    """What this host and its control group have left. None where nobody knows."""
-    known = []
+    """What this host and its control groups have left. None where nobody knows."""
+    known = [group.free_bytes for group in memory_groups()]
     with suppress(OSError):  # no Linux
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         known += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
-    with suppress(OSError):  # no control group
-        limit, used = (path.read_text().strip() for path in _GROUPS)
-        if limit.isdigit():  # else "max": none is set
-            known.append(max(int(limit) - int(used), 0))
     return min(known, default=None)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...planner.schema.errors import InputError, RunError
+from ..control_groups import memory_groups
 from .devices import agreed_device, local_device
 
 # What torchrun tells every process of a run.
@@ -169,7 +170,9 @@ def keep_freed_memory() -> bool:
 
 
 def memory_bytes(device: torch.device, sharing: int = 1) -> int:
-    """A device's memory; on a CPU the host's, divided among the ``sharing`` ranks on it."""
+    """A device's memory; on a CPU the host's, or what its control groups allow, divided among the
+    ``sharing`` ranks on it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // sharing
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([host, *(group.limit_bytes for group in memory_groups())]) // sharing

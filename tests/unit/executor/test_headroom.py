@@ -5,15 +5,16 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from meshwright.executor import headroom
+from meshwright.executor import control_groups, headroom
 from meshwright.executor.headroom import Short, free_bytes, overflowed, refusal
+from meshwright.executor.launch.start import memory_bytes
 from meshwright.models.units.storages import OverBudgetError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.evaluate import make_plan
 
 from tests.strategies import chain_profile, cluster, linear
 
-MIB = 2**20
+CPU, MIB = torch.device("cpu"), 2**20
 
 
 @pytest.fixture
@@ -41,15 +42,56 @@ def test_the_refusal_names_rank_unit_class_and_a_limit_that_fits(plan):
     assert f"--memory-limit {error.limit_bytes // MIB}MiB" in str(error)
 
 
-def test_a_container_s_limit_counts(monkeypatch, tmp_path):
-    limit, used = tmp_path / "max", tmp_path / "current"
-    limit.write_text(f"{500 * MIB}\n")
-    used.write_text(f"{100 * MIB}\n")
-    monkeypatch.setattr(headroom, "_GROUPS", (limit, used))
+FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+SECOND = "memory.max", "memory.current", "inactive_file"
+
+
+@pytest.fixture
+def groups(monkeypatch, tmp_path):
+    """``groups(text, path, names, limit, used, reclaimable)`` puts this process in a group."""
+    process, mounted = tmp_path / "cgroup", tmp_path / "mounted"
+    monkeypatch.setattr(control_groups, "PROCESS", process)
+    monkeypatch.setattr(control_groups, "MOUNTED", mounted)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert free_bytes(torch.device("cpu")) == 100 * MIB
-    limit.write_text("max\n")
-    assert free_bytes(torch.device("cpu")) > 0
+
+    def make(text, path, names, limit, used=100 * MIB, reclaimable=0):
+        process.write_text(text)
+        folder = mounted / path
+        folder.mkdir(parents=True, exist_ok=True)
+        contents = str(limit), str(used), f"total_rss 5\n{names[2]} {reclaimable}"
+        for name, content in zip((*names[:2], "memory.stat"), contents, strict=True):
+            (folder / name).write_text(f"{content}\n")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "names", "none"),
+    [
+        ("0::/\n", "", SECOND, "max"),
+        ("0::/user.slice/job\n", "user.slice/job", SECOND, "max"),
+        ("0::/of/another/view\n", "", SECOND, "max"),
+        ("9:name=systemd:/\n4:memory:/job\n0::/\n", "memory/job", FIRST, 2**63 - 4096),
+        ("4:cpu,memory:/outer/inner\n", "memory/outer", FIRST, 2**63 - 4096),
+    ],
+)
+def test_a_control_group_s_limit_counts(groups, text, path, names, none):
+    groups(text, path, names, 500 * MIB)
+    assert free_bytes(CPU) == 100 * MIB
+    assert memory_bytes(CPU, sharing=4) == 125 * MIB
+    groups(text, path, names, 500 * MIB, reclaimable=40 * MIB)
+    assert free_bytes(CPU) == 110 * MIB
+    groups(text, path, names, none)
+    assert control_groups.memory_groups() == []
+    assert free_bytes(CPU) > 0
+
+
+def test_of_groups_inside_one_another_the_tightest_counts(groups):
+    text = "4:memory:/outer/inner\n"
+    groups(text, "memory/outer/inner", FIRST, 800 * MIB, used=0)
+    groups(text, "memory/outer", FIRST, 600 * MIB, used=500 * MIB)
+    assert free_bytes(CPU) == 25 * MIB
+    assert memory_bytes(CPU) == 600 * MIB
 
 
 class Everyone:
