@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import re
 import sys
 import time
 import weakref
@@ -238,7 +239,9 @@ class Watchdog:
         since = f"{doing} since {waited_s:.{1 if waited_s < 10 else 0}f} s"
         sentence = where_all_are(self.heartbeat, f"{since}{also}", heard, failure)
         self.heartbeat.part(r for r, h in enumerate(heard or []) if is_present(h))
-        raise RunError(sentence) from None
+        given_up = RunError(sentence)
+        given_up.of_peer = bool(failure)
+        raise given_up from None
 
     def _publish(self, doing: str) -> None:
         if self._store is None:
@@ -277,8 +280,14 @@ def _ended_within(work: dist.Work, seconds: float) -> str | None:
         try:
             work.wait(limit)
         except RuntimeError as error:
-            return str(error).strip().split("\n")[0] or type(error).__name__
+            return _what_failed(str(error)) or type(error).__name__
     return ""
+
+
+def _what_failed(text: str) -> str:
+    """The first line of what a library says, without the place in its source and its advice."""
+    line = text.strip().split("\n")[0]
+    return re.sub(r"^\[[^\]]*:\d+\] ", "", line).split(". This is typically caused", 1)[0]
 
 
 def _say_goodbye(reference: weakref.ref[Watchdog]) -> None:

@@ -240,7 +240,7 @@ def _time_limit(ranks: Ranks, folder: Path) -> Iterator[threading.Event]:
 
 
 def _failure(folder: Path, error: ChildFailedError) -> MeshwrightError:
-    """What a rank has written of its failure, the earliest; else how its process ended."""
+    """What a rank has written of its own failure, the earliest; else how its process ended."""
     written = [json.loads(p.read_bytes()) for p in folder.glob("failure-*.json")]
     # Not one that the engine has killed, as it did not end when a peer had failed (it was stopped).
     by_engine = min((failed["time"] for failed in written), default=math.inf) + _SOON_S
@@ -264,9 +264,10 @@ def _failure(folder: Path, error: ChildFailedError) -> MeshwrightError:
         ended = RunError(f"rank {rank} ended with {how}; its own output says more")
         ended.lost = failure.exitcode < 0
         return ended
-    first = min(written, key=lambda failed: float(failed["time"]))
+    # What a rank saw of another's end comes of that, whatever the clocks say.
+    first = min(written, key=lambda failed: (failed["of_peer"], float(failed["time"])))
     raised = _error_of(first)
-    raised.failed_at = float(first["time"])
+    raised.failed_at, raised.of_peer = float(first["time"]), first["of_peer"]
     return raised
 
 

@@ -98,6 +98,7 @@ def _write_failure(folder: Path, rank: int, error: Exception) -> bool:
         "message": message,
         "exit_code": getattr(error, "exit_code", 1),
         "expected": expected,
+        "of_peer": getattr(error, "of_peer", False),
         "memory": memory,
         "room": [error.sentence, error.remedy, error.limit_bytes]
         if isinstance(error, NoRoomError)

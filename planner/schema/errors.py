@@ -15,10 +15,12 @@ class MeshwrightError(Exception):
     """When a rank failed so, in seconds since 1970; None: not known, or not on a rank."""
     lost = False
     """Whether a process or a host has gone, rather than failed at what it does."""
+    of_peer = False
+    """Whether it is what a rank saw of another one's end, which that one may tell itself."""
 
     def standing_for(self, error: "MeshwrightError") -> Self:
         """This error, which says of the same failure more than ``error`` does."""
-        self.failed_at, self.lost = error.failed_at, error.lost
+        self.failed_at, self.lost, self.of_peer = error.failed_at, error.lost, error.of_peer
         return self
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import NoReturn
 
 import msgspec
@@ -37,8 +38,9 @@ from .remote import GRACE_S
 from .settings import Hosts
 from .ssh import KEPT_LINES, HostConnection, HostEvent, ssh_command, why_ended, why_not_there
 
-# Where one host has failed, others have so long to tell what they saw of it before they are ended.
-_TO_TELL_S = 3.0
+# Where one host has failed, others have so long to tell what they saw of it before they are ended;
+# and so long where all that was told is what was seen of another's end, which that one is to tell.
+_TO_TELL_S, _CAUSE_S = 3.0, 15.0
 # What a host may take to end, until its connection is given up.
 _TO_END_S = GRACE_S + 10.0
 
@@ -239,20 +241,20 @@ class _SshRun:
 
     def _follow(self) -> None:
         """Returns when all hosts have ended. Where one fails, the others are ended."""
-        deadline: float | None = None
-        told = False
+        failed_s = told_s = inf
         while self._running:
             event = self._next(0.5 if self._failures else HEARTBEAT_S)
             self._handle(event)
             self._ask_whether_to_stop(event)
-            if self._failures and deadline is None:
-                deadline = time.monotonic() + _TO_TELL_S
-            if deadline is None or time.monotonic() < deadline:
-                continue
-            if told:
+            now_s = time.monotonic()
+            if self._failures:
+                failed_s = min(failed_s, now_s)
+            caused = not all(failure.of_peer for failure in self._failures)
+            if told_s == inf and now_s >= failed_s + (_TO_TELL_S if caused else _CAUSE_S):
+                self._tell_signal(signal.SIGTERM)
+                told_s = now_s
+            if now_s >= told_s + _TO_END_S:
                 return
-            self._tell_signal(signal.SIGTERM)
-            told, deadline = True, time.monotonic() + _TO_END_S
 
     def _ask_whether_to_stop(self, event: HostEvent | None) -> None:
         """Raises ``StoppedAtCheckpoint`` where the run is to end."""
@@ -277,7 +279,7 @@ class _SshRun:
         """Raises the first failure: the others come of it."""
         if self._failures:
             # One of a host as a whole has no time, and is told at once.
-            raise min(self._failures, key=lambda error: error.failed_at or 0.0)
+            raise min(self._failures, key=lambda error: (error.of_peer, error.failed_at or 0.0))
 
     def _next(self, wait_s: float = HEARTBEAT_S) -> HostEvent | None:
         """The next event, or None when none comes; hosts are told that this process is alive."""

@@ -92,6 +92,7 @@ class HostFailure(Record, frozen=True, kw_only=True):
     limit_bytes: Bytes | None = None
     failed_at: float | None = None
     lost: bool = False
+    of_peer: bool = False
 
 
 def failure_of(error: MeshwrightError) -> HostFailure:
@@ -105,6 +106,7 @@ def failure_of(error: MeshwrightError) -> HostFailure:
         limit_bytes=of_memory.limit_bytes if of_memory else None,
         failed_at=error.failed_at,
         lost=error.lost,
+        of_peer=error.of_peer,
     )
 
 
@@ -122,4 +124,5 @@ def error_of(failure: HostFailure, host: str) -> MeshwrightError:
         }
         raised = kinds.get(failure.exit_code, RunError)(message)
     raised.failed_at, raised.lost = failure.failed_at, failure.lost
+    raised.of_peer = failure.of_peer
     return raised

@@ -85,6 +85,15 @@ def test_on_one_host_no_link_is_blamed() -> None:
     assert "link" not in said
 
 
+def test_what_a_library_says_of_a_lost_connection_is_told_without_its_source_and_advice() -> None:
+    said = (
+        "[/a/b/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.2]:30875: Connection reset by "
+        "peer. This is typically caused by a remote worker hanging. Check its logs.\nmore"
+    )
+    assert watchdog._what_failed(said) == "Read error [10.77.0.2]:30875: Connection reset by peer"
+    assert watchdog._what_failed("NCCL error [2]: remote") == "NCCL error [2]: remote"
+
+
 class Collective:
     """One that completes, with an ``error`` or not, in the moment between the end of a piece of the
     wait for it and the look whether it has."""

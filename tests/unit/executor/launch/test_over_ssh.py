@@ -169,6 +169,26 @@ def test_the_first_of_several_failures_is_raised(ssh):
         launched()
 
 
+def test_what_a_host_saw_of_anothers_end_waits_for_that_one_to_tell(ssh, monkeypatch):
+    """Its clock is behind, and the other takes longer than hosts have to tell what they saw."""
+    monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh._TO_TELL_S", 0.1)
+    seen = failing(1.0, "lost the connection").replace("exit_code", "of_peer=True, exit_code")
+    behave_as_host(ssh, "a", f"begin()\n{seen}")
+    behave_as_host(ssh, "b", f"begin()\ntime.sleep(1.5)\n{failing(2.0, 'rank 1 was killed')}")
+    with pytest.raises(RunError, match=r"^on b: rank 1 was killed$"):
+        launched()
+
+
+def test_where_no_host_tells_the_cause_they_are_ended_all_the_same(ssh, monkeypatch):
+    monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh._CAUSE_S", 0.5)
+    seen = failing(1.0, "lost the connection").replace("exit_code", "of_peer=True, exit_code")
+    behave_as_host(ssh, "a", f"begin()\n{seen}")
+    behave_as_host(ssh, "b", "begin()\nassert hear('signal') == 15\nsys.exit(143)\n")
+    with pytest.raises(RunError, match=r"^on a: lost the connection$"):
+        launched()
+    assert not alive(ssh)
+
+
 def test_hosts_of_a_failed_one_are_ended(ssh, monkeypatch):
     monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh._TO_TELL_S", 0.2)
     behave_as_host(ssh, "a", "begin()\nassert hear('signal') == 15\nsys.exit(143)\n")

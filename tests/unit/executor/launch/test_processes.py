@@ -88,10 +88,23 @@ def test_a_rank_that_was_killed_after_a_peer_had_failed_is_not_the_cause(
     """It stood still, and the engine killed it in the end."""
     written = {
         "rank": 0, "time": 100.4, "kind": "RunError", "message": "rank 1 is not heard of",
-        "exit_code": 1, "expected": True, "memory": None, "room": None,
+        "exit_code": 1, "expected": True, "of_peer": True, "memory": None, "room": None,
     }  # fmt: skip
     (tmp_path / "failure-0.json").write_text(json.dumps(written))
     ended = SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=killed_at)
     found = processes._failure(tmp_path, SimpleNamespace(failures={1: ended}))  # type: ignore[arg-type]
     assert str(found).startswith(words)
     assert found.lost is lost
+
+
+def test_what_a_rank_saw_of_anothers_end_is_not_the_cause(tmp_path):
+    """Even where it was quicker to write it, or clocks differ."""
+    for rank, message in enumerate(("lost the connection to another rank", "no such file")):
+        written = {
+            "rank": rank, "time": 100.0 + rank, "kind": "RunError", "message": message,
+            "exit_code": 1, "expected": True, "of_peer": not rank, "memory": None, "room": None,
+        }  # fmt: skip
+        (tmp_path / f"failure-{rank}.json").write_text(json.dumps(written))
+    found = processes._failure(tmp_path, SimpleNamespace(failures={}))  # type: ignore[arg-type]
+    assert str(found) == "no such file"
+    assert not found.of_peer
