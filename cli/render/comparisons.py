@@ -13,7 +13,7 @@ from ...planner.explain.compare import Comparison
 from ...planner.explain.front import Front
 from ...planner.explain.what_if import Size, Sizes
 from ...planner.schema.report import BackgroundFigures, Figures, RunReport
-from ...planner.schema.text import expected, gap_text, seconds, size
+from ...planner.schema.text import expected, gap_text, ranks, seconds, size
 from .table import filled_table
 
 # It loads torch, which comparing plans need not wait for.
@@ -189,7 +189,7 @@ def _step_with_background(
 def measured_table(report: RunReport) -> Table:
     """Predicted beside measured."""
     steps = f"medians of {report.steps} steps" if report.steps > 1 else "one step"
-    title = f"{report.target} on {report.world_size} ranks, {steps} after the first ones"
+    title = f"{report.target} on {ranks(report.world_size)}, {steps} after the first ones"
     headings = ("", "predicted", "measured", "ratio")
     table = filled_table(title, headings, measured_rows(report))
     if report.surprising:
@@ -221,7 +221,7 @@ def _part(figures: Figures, name: str) -> float:
 def verification_table(found: Verification) -> Table:
     """How far each class of tensors is from the single process."""
     sizes = ", ".join(str(b) for b in found.batches)
-    title = f"{found.target} on {found.world_size} ranks, {found.dtype}, batches of {sizes}"
+    title = f"{found.target} on {ranks(found.world_size)}, {found.dtype}, batches of {sizes}"
     if found.draws:
         title += f", means of {found.draws} steps"
     headings = ("", "tensors", "largest difference", "of what is allowed", "")
@@ -241,7 +241,7 @@ def verification_table(found: Verification) -> Table:
 def losses_table(found: LossComparison) -> Table:
     """A row for each seed: where training began and where it ended, both ways."""
     title = (
-        f"{found.target} on {found.world_size} ranks: mean loss of the last fifth of "
+        f"{found.target} on {ranks(found.world_size)}: mean loss of the last fifth of "
         f"{found.steps} steps"
     )
     rows = [
@@ -331,7 +331,7 @@ def front_table(found: Front) -> list[Table | str]:
         )
         for p in found.points
     ]
-    title = f"{found.target} on {found.ranks} ranks, global batch {found.batch}"
+    title = f"{found.target} on {ranks(found.ranks)}, global batch {found.batch}"
     return [
         filled_table(title, headings, rows),
         f"One device would take {seconds(found.single_device_s)} for the whole batch; plan with "

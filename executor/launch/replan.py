@@ -15,7 +15,7 @@ from ...planner.schema.goal import Goal
 from ...planner.schema.pins import EARLY_RELEASE
 from ...planner.schema.plan import Plan, UnitPlan
 from ...planner.schema.profile import ModelProfile
-from ...planner.schema.text import seconds, size
+from ...planner.schema.text import ranks, seconds, size
 from ...planner.solve.heuristic.resize import cluster_of_nodes
 from ...planner.solve.request import made_from, problem_for
 from ...planner.solve.solver import expand_pins, solve
@@ -152,7 +152,7 @@ def planned_within(limit_bytes: int, before: Plan, after: Plan) -> str:
 def what_changed(before: Plan, after: Plan) -> str:
     """What another plan for the same goal has otherwise, in the words after "planned again"."""
     step = f"{seconds(after.prediction.step_s)} a step"
-    was = f"{seconds(before.prediction.step_s)} on {_ranks(before)}"
+    was = f"{seconds(before.prediction.step_s)} on {ranks(before.world_size)}"
     old = {unit.name: unit for unit in before.units}
     changed = [
         f"{unit.name} {_decided(unit)} instead of {_decided(old[unit.name])}"
@@ -167,11 +167,11 @@ def what_changed(before: Plan, after: Plan) -> str:
         shares = f"; ranks get {_listed(sizes)} of the {after.goal.batch} samples"
     elif before.local_batch_sizes:
         shares = "; ranks get even shares of the batch"
-    return f"for {_ranks(after)}, predicted {step} (before {was}); {units}{shares}"
-
-
-def _ranks(plan: Plan) -> str:
-    return "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    parts = ""
+    if after.micro_batches != before.micro_batches:
+        parts = f"; {after.micro_batches} micro-batches instead of {before.micro_batches}"
+    there = ranks(after.world_size)
+    return f"for {there}, predicted {step} (before {was}){parts}; {units}{shares}"
 
 
 def _decided(unit: UnitPlan) -> str:

@@ -43,6 +43,11 @@ def size(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
+def ranks(count: int) -> str:
+    """So many ranks in words."""
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
 def rate(bytes_per_s: float) -> str:
     """A bandwidth in bits."""
     # Networks are sold by the bit, memory and messages are counted by the byte.

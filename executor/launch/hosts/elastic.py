@@ -162,7 +162,7 @@ class _ElasticRun:
         if len(here) < self._fewest:
             raise InputError(self._too_few(here, away))
         for why in away.values():
-            self._say(f"{why}; begins without it")
+            self._say(f"{why}; the run begins without it")
         return here
 
     def _answering(self) -> tuple[int, ...]:

@@ -200,7 +200,7 @@ def why_ended(host: str, code: int, lines: Sequence[str]) -> RunError:
     ended = RunError(f"host {host} ended with exit code {code}; its own output says more")
     if code == SSH_FAILED or code < 0:
         # What a rank printed last says nothing of the connection.
-        why = f": {last}" if last.startswith(_LOST_WORDS) else ""
+        why = f": {last.rstrip('.')}" if last.startswith(_LOST_WORDS) else ""
         ended = RunError(f"the connection to host {host} was lost{why}")
     ended.lost = True  # what fails at its work says so
     return ended

@@ -148,7 +148,7 @@ def test_a_host_that_is_back_takes_part_from_the_next_checkpoint_on(ssh):
     assert [plan.world_size for plan in plans(ssh, "a")] == [2, 3]
     assert plans(ssh, "a")[1] == PLAN
     assert said[0].startswith("host c cannot be reached: ssh: connect to host x port 22: Connectio")
-    assert said[0].endswith("; begins without it")
+    assert said[0].endswith("; the run begins without it")
     assert re.fullmatch(
         "host c answers again: stopped at the checkpoint of step 1[0-3], to go on with more hosts",
         said[2],
@@ -384,6 +384,10 @@ def test_what_another_plan_decides_is_one_line():
     assert same.startswith("for 3 ranks, predicted ")
     assert same.endswith("; all units decided as before")
     assert PLAN.goal == Goal(batch=32)
+    pieces = msgspec.structs.replace(PLAN, micro_batches=2)
+    assert "; 2 micro-batches instead of 1; all units decided as before" in what_changed(
+        PLAN, pieces
+    )
 
 
 def short_of(limit: int) -> str:
