@@ -13,11 +13,12 @@ Where DeepPool published layer times for just that network and device, they repl
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
+from math import ceil
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..executor.comm.setups import software
 from ..executor.optimizer.chunks import steps_of
@@ -50,7 +51,7 @@ from .memory import Footprints, FusedAttention, dry, is_dry, saved_inputs
 from .model import inputs_of, unit_profile
 from .operations import OperationLog
 from .roofline import CountedWork, estimated_s
-from .shares import Cost, cost_of, saved_ratio, shard_bytes
+from .shares import Cost, OwnSamples, cost_of, saved_ratio, shard_bytes
 from .timing import Timeline
 from .usual_answers import UsualAnswers
 
@@ -174,11 +175,13 @@ def _update_rates(
 
 
 class _Counted(NamedTuple):
-    """Forward and backward of something, and what it saved."""
+    """Forward and backward of something, what it saved, and for each sample the bytes of partial
+    sums in it."""
 
     forward: Curve
     backward: Curve
     cost: Cost
+    partial_sums: int
 
 
 class _Estimator(NamedTuple):
@@ -225,6 +228,7 @@ class _Estimator(NamedTuple):
             forward=self._curve(work("forward")),
             backward=self._curve(work("backward")),
             parameter_bytes=0,
+            partial_sums=0,
             **{kind: self.footprints.curve(kind, unit.name) for kind in kinds},
         )
 
@@ -258,6 +262,7 @@ class _Estimator(NamedTuple):
             parameter_bytes=size,
             new_grad=whole.new_grad.scaled(part),
             never_together=whole.never_together.scaled(min(part, saved)),
+            partial_sums=member.partial_sums,
         )
 
     def _isolated(
@@ -281,16 +286,10 @@ class _Estimator(NamedTuple):
         return self.known[key]
 
     def _count_isolated(self, unit: UnitSpec, split: SplitSpec | None, degree: int) -> _Counted:
-        holder = isolated(self.model, unit.modules)
-
-        # Stands for the collective: the member's own samples of the group's, at no cost.
-        def reduce(partial: Tensor) -> Tensor:
-            samples = partial.shape[unit.batch_dim]
-            return partial.narrow(unit.batch_dim, 0, -(-samples // degree))
-
+        holder, own_samples = isolated(self.model, unit.modules), OwnSamples(unit, degree)
         if split is not None:
             holder = copied(holder)
-            apply_split(holder, unit.modules, split, degree, 0, reduce)
+            apply_split(holder, unit.modules, split, degree, 0, own_samples)
         logs = []
         for calls in self.calls:
             call = calls[unit.name]
@@ -309,7 +308,8 @@ class _Estimator(NamedTuple):
             )
             for phase in ("forward", "backward")
         )
-        return _Counted(forward, backward, cost)
+        added = ceil(own_samples.added_bytes / sum(SHARE_SIZES))
+        return _Counted(forward, backward, cost, added)
 
 
 def _compared(whole: Curve, part: Curve, isolated: Curve) -> Curve:

@@ -409,7 +409,7 @@ def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) 
         "never_together",
     )
     curves = {quantity: curve(quantity) for quantity in quantities}
-    return ShareProfile(style="none", degree=1, parameter_bytes=0, **curves)
+    return ShareProfile(style="none", degree=1, parameter_bytes=0, partial_sums=0, **curves)
 
 
 def unit_profile(

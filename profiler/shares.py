@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from functools import partial
+from math import ceil
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ class ShareMeter:
         self._precision = precision
         others = min(touched_bytes, EVICTED_BYTES)
         self._others = torch.zeros(others, dtype=torch.uint8, device=device)
-        self._known: dict[tuple[Any, ...], tuple[Cost, Cost] | None] = {}
+        self._known: dict[tuple[Any, ...], tuple[Cost, Cost, int] | None] = {}
         self._late = set[tuple[Any, ...]]()
         self.late = set[str]()
         """Units of which a share was left out for time."""
@@ -91,7 +92,7 @@ class ShareMeter:
                 # It could not be, or no time was left for it.
                 if costs is None:
                     continue
-                undivided, member = costs
+                undivided, member, partial_sums = costs
                 ratio = Cost(*map(_over, member, undivided))
                 saved = saved_ratio(whole.saved(samples), undivided.saved, member.saved, degree)
                 size = shard_bytes(self._model, unit, split, degree)
@@ -108,14 +109,16 @@ class ShareMeter:
                         parameter_bytes=size,
                         new_grad=whole.new_grad.scaled(part),
                         never_together=whole.never_together.scaled(min(part, saved)),
+                        partial_sums=ceil(partial_sums / samples),
                     )
                 )
         return found
 
     def _costs(
         self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int
-    ) -> tuple[Cost, Cost] | None:
-        """Of the unit run by itself and of a member's share of it."""
+    ) -> tuple[Cost, Cost, int] | None:
+        """Of the unit run by itself and of a member's share of it, and the bytes of partial sums
+        that the share adds to others'."""
         modules = [self._model.get_submodule(name) for name in unit.modules]
         shapes = [tuple(p.shape) for module in modules for p in module.parameters()]
         inputs = [tuple(t.shape) for t in call.tensors()]
@@ -135,27 +138,34 @@ class ShareMeter:
 
     def _measure(
         self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int
-    ) -> tuple[Cost, Cost]:
+    ) -> tuple[Cost, Cost, int]:
         holder = isolated(self._model, unit.modules)
-        shard = copied(holder)
-
-        # Stands for the collective: the member's own samples of the group's, at no cost.
-        def reduce(partial: Tensor) -> Tensor:
-            samples = partial.shape[unit.batch_dim]
-            return partial.narrow(unit.batch_dim, 0, -(-samples // degree))
-
-        apply_split(shard, unit.modules, split, degree, 0, reduce)
+        shard, own_samples = copied(holder), OwnSamples(unit, degree)
+        apply_split(shard, unit.modules, split, degree, 0, own_samples)
         given = member_call(unit, split, call, degree, 0)
         # In turn, so that a disturbance hits both; the first round warms up.
         of = partial(cost_of, device=self._device, precision=self._precision, others=self._others)
+        times = 1 + (ROUNDS if time.perf_counter() < self._deadline else 1)
         rounds = [
-            (of(holder, unit, call), of(shard, unit, given, divisor=degree))
-            for _ in range(1 + (ROUNDS if time.perf_counter() < self._deadline else 1))
+            (of(holder, unit, call), of(shard, unit, given, divisor=degree)) for _ in range(times)
         ][1:]
         undivided, member = (
             Cost(*map(median, zip(*costs, strict=True))) for costs in zip(*rounds, strict=True)
         )
-        return undivided, member
+        return undivided, member, own_samples.added_bytes // times
+
+
+class OwnSamples:
+    """Stands for the sum over members, at no cost: gives the first one its own samples of the
+    group's. Counts the bytes of what it is given."""
+
+    def __init__(self, unit: UnitSpec, degree: int) -> None:
+        self._dim, self._degree = unit.batch_dim, degree
+        self.added_bytes = 0
+
+    def __call__(self, partial: Tensor) -> Tensor:
+        self.added_bytes += partial.nbytes
+        return partial.narrow(self._dim, 0, ceil(partial.shape[self._dim] / self._degree))
 
 
 def shard_bytes(model: nn.Module, unit: UnitSpec, split: SplitSpec, degree: int) -> int:

@@ -305,12 +305,19 @@ class CostModel(Exchanges):
             ring = self.ring(layout, "groups")
             link = LINKS.index(ring.level)
             part = ring_steps("all_gather", layout.degree) / layout.degree
-            out, back = (size * samples for size in self.output_bytes_per_sample(k))
+            out, back = (size * samples for size in self.partial_sums_per_sample(k, option.style))
             scatter_s = collective_s(self.fabric, ring, "reduce_scatter", out)
             gather_s = collective_s(self.fabric, ring, "all_gather", back)
             forward = OnLink(scatter_s + self._around_s(out), link, out * part)
             backward = OnLink(gather_s + self._around_s(back), link, back * part)
         return after(statistics, forward), after(statistics, backward)
+
+    def partial_sums_per_sample(self, k: int, style: Style) -> tuple[float, float]:
+        """(forward, backward) bytes of what members of a divided unit add up: as measured, as what
+        follows in the unit may shrink it (pooling does), else the unit's output."""
+        shares = self.profile.units[k].shares
+        known = max((share.partial_sums for share in shares if share.style == style), default=0)
+        return (float(known),) * 2 if known else self.output_bytes_per_sample(k)
 
     def output_bytes_per_sample(self, k: int) -> tuple[float, float]:
         """(forward, backward) bytes of a unit's output, the largest that an edge takes from it."""

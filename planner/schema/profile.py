@@ -56,7 +56,9 @@ class ShareProfile(Record, frozen=True, kw_only=True):
     ``workspace`` the largest bytes of other temporaries. ``parameter_bytes`` is the member's shard.
     ``new_grad`` are new weight gradients that are alive when most is, should those that are
     complete be kept elsewhere; ``never_together`` what is then not there yet of them or not there
-    any more of what was saved, beyond what comes on top.
+    any more of what was saved, beyond what comes on top. ``partial_sums`` are bytes for each sample
+    of the group that members add up among them in forward; zero where none are, and where it was
+    not measured, where they are taken to be the unit's output.
     """
 
     style: Style
@@ -69,6 +71,7 @@ class ShareProfile(Record, frozen=True, kw_only=True):
     parameter_bytes: Bytes
     new_grad: Curve = ZERO
     never_together: Curve = ZERO
+    partial_sums: Bytes = 0
 
 
 class SplitProfile(Record, frozen=True, kw_only=True):

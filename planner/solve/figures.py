@@ -187,8 +187,9 @@ class UnitFigures:
         divided = [{name for name, _ in s.sharded} for s in unit.splits]
         sizes = tuple((p.bytes, p.trainable, *(p.shared in d for d in divided)) for p in owned)
         out = self.model.output_bytes_per_sample(k)
-        summed = self.model.summed_bytes[k]
-        return sizes, unit.state_bytes, unit.batch_statistics, unit.statistics_bytes, out, summed
+        added = tuple(self.model.partial_sums_per_sample(k, s.style) for s in unit.splits)
+        statistics = unit.state_bytes, unit.batch_statistics, unit.statistics_bytes
+        return sizes, statistics, out, added, self.model.summed_bytes[k]
 
     def _readers_of(self, states: tuple[State, ...]) -> tuple[list[CurveReader], CurveReader]:
         """Readers of curves at the samples of the busiest group of each kind of device, and at this

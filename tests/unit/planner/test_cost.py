@@ -158,6 +158,18 @@ def test_the_executors_cost_is_that_of_the_schedule():
     assert backward_s(other, sliced=True) == pytest.approx(barrier_s + 2e-4 * parameters)
 
 
+def test_partial_sums_have_the_bytes_that_were_measured():
+    """Pooling in the unit leaves less of them for the next one."""
+    plain = linear("a", 100, 100)
+    share = msgspec.structs.replace(plain.whole, style="row", degree=2, partial_sums=1600)
+    pooled = msgspec.structs.replace(plain, shares=(plain.whole, share))
+    row = Option(Layout(groups=2, degree=2), "row")
+    small, large = model([plain]).unit(1, row), model([pooled]).unit(1, row)
+    for way in ("inner_forward", "inner_backward"):
+        assert getattr(large, way).seconds == pytest.approx(4 * getattr(small, way).seconds)
+        assert getattr(large, way).sent_bytes == 4 * getattr(small, way).sent_bytes
+
+
 def test_the_executor_costs_something_around_every_redistribution():
     links = msgspec.structs.replace(
         cluster(4, inter=RATE, latency_s=0.0), overhead=StepOverhead(move_s=1e-3)

@@ -17,6 +17,7 @@ from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler.catalogue import datasheet, names
 from meshwright.profiler.estimate import estimate
+from meshwright.profiler.model import profile
 from torch import nn
 
 
@@ -46,6 +47,31 @@ def test_shares_of_divided_units_take_less() -> None:
     for share in linear.shares[1:]:
         assert share.forward(256) < linear.whole.forward(256)
         assert 0 < share.parameter_bytes < linear.whole.parameter_bytes
+
+
+def test_partial_sums_are_those_before_pooling_estimated_or_measured() -> None:
+    """Of 8 x 8 pixels in 8 channels, of which pooling leaves a quarter; and of ten classes."""
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 10)
+    )
+    workload = Workload(
+        "pooled", model, lambda n: Batch((torch.randn(n, 4, 8, 8),), torch.zeros(n).long()),
+        nn.functional.cross_entropy,
+    )  # fmt: skip
+    for found in (
+        estimate(workload, "t4"),
+        profile(workload, batches=(8,), degrees=(2,), repeats=1, budget_s=20),
+    ):
+        added = {
+            (unit.kind, share.style): share.partial_sums
+            for unit in found.units
+            for share in unit.shares
+            if unit.parameters and share.degree == 2
+        }
+        assert added == {
+            ("conv", "row"): 8 * 8 * 8 * 4, ("conv", "column"): 0,
+            ("linear", "row"): 10 * 4, ("linear", "column"): 0,
+        }  # fmt: skip
 
 
 def test_no_estimate_is_faster_than_the_datasheet() -> None:
