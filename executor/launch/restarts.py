@@ -122,12 +122,19 @@ class RestartCount:
             raise _with_more(
                 error,
                 f"it has been started again {_times(self._most)}, as often as --max-restarts "
-                "allows: the same command goes on from the latest whole checkpoint",
+                f"allows: the same command {_from(step)}",
             )
         self._made += 1
         self._last = sentence, step
         anew = "; there is no checkpoint yet, so it begins anew" if step == 0 else ""
         return f"{sentence}; started again (restart {self._made} of {self._most}){anew}"
+
+
+def _from(step: int | None) -> str:
+    """Where a run goes on whose latest checkpoint is of ``step``, as in ``RestartCount.after``."""
+    if step == 0:
+        return "begins anew, as there is no checkpoint yet"
+    return f"goes on from the latest whole checkpoint{f', of step {step}' if step else ''}"
 
 
 def _times(count: int) -> str:

@@ -110,13 +110,22 @@ def test_each_attempt_tells_what_it_has_recorded_itself(tmp_path, monkeypatch):
     assert told == [(plan, [0, 1]), (plan, [0])]
 
 
-def test_restarts_that_are_used_up(tmp_path):
+@pytest.mark.parametrize(
+    ("steps", "how"),
+    [
+        ([], "begins anew, as there is no checkpoint yet"),
+        ([5, 10], "goes on from the latest whole checkpoint, of step 10"),
+    ],
+)
+def test_restarts_that_are_used_up(tmp_path, steps, how):
+    for step in steps:
+        (tmp_path / f"step-{step:08d}").mkdir()
     attempts = Attempts(killed(), killed())
     with pytest.raises(MemoryRunError) as raised:
         attempts.run(tmp_path, 1)
     assert raised.value.sentence == (
         "rank 1 ended with SIGKILL (out of memory?); it has been started again once, as often as "
-        "--max-restarts allows: the same command goes on from the latest whole checkpoint"
+        f"--max-restarts allows: the same command {how}"
     )
     assert (raised.value.details, raised.value.limit_bytes) == (("it held 3 GiB",), 7)
 
