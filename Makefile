@@ -8,8 +8,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 unexport PYTHONDONTWRITEBYTECODE
 # One thread for each process, as in a training run: several ranks share the cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Tests of a single process share the cores. Ranks wait for each other much of the time: three files
-# with tests of them are run at once. Whoever is done first takes half of what another has left, so
+# Tests of a single process share the cores. Ranks wait for each other much of the time: three tests
+# of them are run at once. Whoever is done first takes half of what another has left, so
 # that nobody is left alone with a long file. What measures time has the machine for itself.
 SINGLE := $(TEST) -n auto --dist worksteal tests/unit tests/property
 SEVERAL := $(TEST) -n 3 --dist worksteal tests/distributed tests/gpu

@@ -19,6 +19,7 @@ from math import inf, sqrt
 from statistics import median
 from typing import NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -108,22 +109,19 @@ def measure_overheads(
     )
     undivided, divided = by_barrier[3:]
     # A redistribution is the same whatever the schedule.
-    moves = _Moves(
-        max((divided.seconds - undivided.seconds) / divided.moves, 0.0),
-        _move_byte_s(degree, rounds, bytes_per_s),
+    move_s = max((divided.seconds - undivided.seconds) / divided.moves, 0.0)
+    move_byte_s = _move_byte_s(degree, rounds, bytes_per_s)
+    barrier, priority = (
+        msgspec.structs.replace(
+            _overhead(found, large.bytes - SMALL.bytes), move_s=move_s, move_byte_s=move_byte_s
+        )
+        for found in (by_barrier, by_priority)
     )
-    more_bytes = large.bytes - SMALL.bytes
-    return _overhead(by_barrier, more_bytes, moves), _overhead(by_priority, more_bytes, moves)
+    return barrier, priority
 
 
-class _Moves(NamedTuple):
-    """Seconds of a redistribution besides its collective: each, and for each byte needed."""
-
-    each_s: float
-    byte_s: float
-
-
-def _overhead(found: Sequence[_Excess], more_bytes: int, moves: _Moves) -> StepOverhead:
+def _overhead(found: Sequence[_Excess], more_bytes: int) -> StepOverhead:
+    """All of it but what is around redistributions."""
     small, many = (one.seconds for one in found[:2])
     bytes_s = found[2].local_s - found[0].local_s
     each = max((many - small) / (MANY.parameters - SMALL.parameters), 0.0)
@@ -131,8 +129,6 @@ def _overhead(found: Sequence[_Excess], more_bytes: int, moves: _Moves) -> StepO
         step_s=max(small - SMALL.parameters * each, 0.0),
         parameter_s=each,
         byte_s=max(bytes_s / more_bytes, 0.0),
-        move_s=moves.each_s,
-        move_byte_s=moves.byte_s,
     )
 
 

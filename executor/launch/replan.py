@@ -169,10 +169,8 @@ def what_changed(before: Plan, after: Plan) -> str:
         shares = "; ranks get even shares of the batch"
     parts = ""
     if after.micro_batches != before.micro_batches:
-        one = (
-            "1 micro-batch" if after.micro_batches == 1 else f"{after.micro_batches} micro-batches"
-        )
-        parts = f"; {one} instead of {before.micro_batches}"
+        pieces = "micro-batch" if after.micro_batches == 1 else "micro-batches"
+        parts = f"; {after.micro_batches} {pieces} instead of {before.micro_batches}"
     there = ranks(after.world_size)
     return f"for {there}, predicted {step} (before {was}){parts}; {units}{shares}"
 

@@ -4,7 +4,18 @@ The command line turns them into an exit code; Python callers catch them by type
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Protocol, Self
+
+
+class Failure(Protocol):
+    """What is known of a failure besides its sentence, as of ``MeshwrightError``."""
+
+    @property
+    def failed_at(self) -> float | None: ...
+    @property
+    def lost(self) -> bool: ...
+    @property
+    def of_peer(self) -> bool: ...
 
 
 class MeshwrightError(Exception):
@@ -18,9 +29,9 @@ class MeshwrightError(Exception):
     of_peer = False
     """Whether it is what a rank saw of another one's end, which that one may tell itself."""
 
-    def standing_for(self, error: "MeshwrightError") -> Self:
-        """This error, which says of the same failure more than ``error`` does."""
-        self.failed_at, self.lost, self.of_peer = error.failed_at, error.lost, error.of_peer
+    def standing_for(self, failure: Failure) -> Self:
+        """This error, which says more of that failure, or says it elsewhere."""
+        self.failed_at, self.lost, self.of_peer = failure.failed_at, failure.lost, failure.of_peer
         return self
 
 

@@ -52,8 +52,12 @@ def leave_after_backward(units: Iterable[Exchanged], ranks: int) -> bool:
     device's streams: where some unit leaves ranks idle and some exchange is not one all-reduce. See
     [Note: One order on a device's streams] in executor/gradients/priority.py."""
     every = list(units)
-    idle = any(unit.layout.size < ranks for unit in every)
-    return idle and any(unit.exchange != "dense" or unit.wire != "exact" for unit in every)
+    others = any(unit.exchange != "dense" or unit.wire != "exact" for unit in every)
+    return others and _leave_idle(every, ranks)
+
+
+def _leave_idle(units: Iterable[Exchanged], ranks: int) -> bool:
+    return any(unit.layout.size < ranks for unit in units)
 
 
 class UnitPlan(Record, frozen=True, kw_only=True):
@@ -332,7 +336,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     @property
     def leaves_idle(self) -> bool:
         """Whether some unit takes a part of the ranks only."""
-        return any(unit.layout.size < self.world_size for unit in self.units)
+        return _leave_idle(self.units, self.world_size)
 
     @property
     def slowed_s(self) -> float:

@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 DRAWN = 5
 """So many times as many trials are drawn as plans are tried: hypothesis likes to change what it has
 drawn a little, and often in something else than the plan."""
+EXAMPLE_S = 90.0
+"""No trial may take longer, however busy the machine."""
 
 
 def search(world: int, plans: int, start: int, attempt: Callable[[Trial], None]) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from between import Between, Softmax
-from burst_search import search
+from burst_search import EXAMPLE_S, search
 from burst_trials import Trial
 from bursts import check
 from meshwright.executor.apply import apply
@@ -31,8 +31,6 @@ from tests.sampling import sampled
 
 QUICK, SLOW, MANY = 6, 24, 334
 """Plans for each number of ranks."""
-EXAMPLE_S = 90.0
-"""No trial may take longer, however busy the machine."""
 SLEEP_S = 0.15
 TRIES = 6
 

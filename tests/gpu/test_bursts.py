@@ -6,13 +6,11 @@ from functools import partial
 
 import msgspec
 import pytest
-from burst_search import search
+from burst_search import EXAMPLE_S, search
 from burst_trials import Trial
 from bursts import check
 from streams import Issued, check_one_order, on_streams, recorded
 
-EXAMPLE_S = 90.0
-"""No trial may take longer, however busy the machine."""
 QUICK, MANY = 4, 150
 """Plans for each number of ranks."""
 

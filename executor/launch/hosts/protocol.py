@@ -123,6 +123,4 @@ def error_of(failure: HostFailure, host: str) -> MeshwrightError:
             kind.exit_code: kind for kind in (InputError, InfeasibleError, RunError)
         }
         raised = kinds.get(failure.exit_code, RunError)(message)
-    raised.failed_at, raised.lost = failure.failed_at, failure.lost
-    raised.of_peer = failure.of_peer
-    return raised
+    return raised.standing_for(failure)

@@ -157,31 +157,30 @@ def test_what_differs_and_does_no_harm_is_said(ssh):
     assert len(said) == 3
 
 
-def failing(at: float, words: str) -> str:
-    return f"tell('failed', message={words!r}, exit_code=1, failed_at={at})\nsys.exit(1)\n"
+def failing(at: float, words: str, *, of_peer: bool = False) -> str:
+    told = f"tell('failed', message={words!r}, exit_code=1, failed_at={at}, of_peer={of_peer})"
+    return f"{told}\nsys.exit(1)\n"
 
 
-def test_the_first_of_several_failures_is_raised(ssh):
-    """Host a sees that its peer has gone, and is heard first."""
-    behave_as_host(ssh, "a", f"begin()\n{failing(20.0, 'the peer closed')}")
-    behave_as_host(ssh, "b", f"begin()\ntime.sleep(0.5)\n{failing(19.5, 'the loss is nan')}")
-    with pytest.raises(RunError, match=r"^on b: the loss is nan$"):
-        launched()
-
-
-def test_what_a_host_saw_of_anothers_end_waits_for_that_one_to_tell(ssh, monkeypatch):
-    """Its clock is behind, and the other takes longer than hosts have to tell what they saw."""
-    monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh._TO_TELL_S", 0.1)
-    seen = failing(1.0, "lost the connection").replace("exit_code", "of_peer=True, exit_code")
+@pytest.mark.parametrize(
+    ("seen_at", "of_peer", "to_tell_s", "late_s"), [(20.0, False, 3.0, 0.5), (1.0, True, 0.1, 1.5)]
+)
+def test_the_first_of_several_failures_is_raised(
+    ssh, monkeypatch, seen_at, of_peer, to_tell_s, late_s
+):
+    """Host a sees that its peer has gone, and is heard first. Where it says that this is what it
+    saw, the other may tell later, and by a clock that is ahead."""
+    monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh._TO_TELL_S", to_tell_s)
+    seen = failing(seen_at, "the peer closed", of_peer=of_peer)
     behave_as_host(ssh, "a", f"begin()\n{seen}")
-    behave_as_host(ssh, "b", f"begin()\ntime.sleep(1.5)\n{failing(2.0, 'rank 1 was killed')}")
-    with pytest.raises(RunError, match=r"^on b: rank 1 was killed$"):
+    behave_as_host(ssh, "b", f"begin()\ntime.sleep({late_s})\n{failing(19.5, 'the loss is nan')}")
+    with pytest.raises(RunError, match=r"^on b: the loss is nan$"):
         launched()
 
 
 def test_where_no_host_tells_the_cause_they_are_ended_all_the_same(ssh, monkeypatch):
     monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh._CAUSE_S", 0.5)
-    seen = failing(1.0, "lost the connection").replace("exit_code", "of_peer=True, exit_code")
+    seen = failing(1.0, "lost the connection", of_peer=True)
     behave_as_host(ssh, "a", f"begin()\n{seen}")
     behave_as_host(ssh, "b", "begin()\nassert hear('signal') == 15\nsys.exit(143)\n")
     with pytest.raises(RunError, match=r"^on a: lost the connection$"):
