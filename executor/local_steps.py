@@ -54,15 +54,20 @@ class AgreedPart:
         dtype = tensors[0].dtype
         # In 16 bits the small steps of an average would be lost.
         self.dtype = dtype if dtype.itemsize >= 4 else torch.float32
-        self.agreed = self.present()
-        self.momentum = torch.zeros_like(self.agreed)
-
-    def present(self) -> Tensor:
-        """This rank's part of the parameters as they are now."""
-        found = _real(self._params[0]).new_zeros(self.size, dtype=self.dtype)
+        self.agreed = _real(self._params[0]).new_zeros(self.size, dtype=self.dtype)
         for own, part in self._overlaps():
-            found[own].copy_(part)
-        return found
+            self.agreed[own].copy_(part)
+        self.momentum = torch.zeros_like(self.agreed)
+        # What is sent, and what is made of what has come: pages of new memory each time would take
+        # longer than what is computed in them.
+        self._message = torch.zeros_like(self.agreed)
+
+    def moved(self) -> Tensor:
+        """How far this rank's part of the parameters is from the agreed copy now, until the next
+        call."""
+        for own, part in self._overlaps():
+            torch.sub(self.agreed[own], part, out=self._message[own])
+        return self._message
 
     def _overlaps(self) -> Iterator[tuple[slice, Tensor]]:
         """Where in this rank's part a tensor's elements lie, and these."""
@@ -96,12 +101,19 @@ class AgreedPart:
             # What autograd has saved of it is not what it saved any more.
             torch.autograd.graph.increment_version(param.parameter)
 
-    def step(self, moved: Tensor, local: LocalSteps) -> None:
+    def step(self, moved: Tensor, local: LocalSteps) -> Tensor:
         """The outer optimizer's step: SGD with Nesterov momentum, by how far hosts have ``moved``
-        from the agreed copy in the mean."""
+        from the agreed copy in the mean, which is overwritten. This rank's part of the parameters
+        after it."""
         self.momentum.mul_(local.outer_momentum).add_(moved)
         # As torch's SGD computes it.
-        self.agreed.sub_(moved.add(self.momentum, alpha=local.outer_momentum), alpha=local.outer_lr)
+        moved.add_(self.momentum, alpha=local.outer_momentum)
+        self.agreed.sub_(moved, alpha=local.outer_lr)
+        if local.mixing == 1:  # the agreed copy itself: the same bits on all hosts
+            return self.agreed
+        for own, part in self._overlaps():
+            torch.lerp(part.to(self.dtype), self.agreed[own], local.mixing, out=moved[own])
+        return moved
 
 
 def _by_number(group: Group) -> list[int]:
@@ -173,7 +185,7 @@ class HostsApart:
                 "applied, and hosts would not average it: let it require a gradient before"
             )
         doing = self._doing(fragment)
-        tensors = [part.agreed - part.present() for part in self.fragments[fragment]]
+        tensors = [part.moved() for part in self.fragments[fragment]]
         if self._ends_round(fragment):
             tensors += [buffer.clone() for buffer in self._buffers]
         self._in_flight[fragment] = [self._start(tensor, doing) for tensor in tensors]
@@ -187,12 +199,10 @@ class HostsApart:
         return _FragmentMessage(tensor, work)
 
     def _apply(self, fragment: int) -> None:
-        doing, parts, share = self._doing(fragment), self.fragments[fragment], self.local.mixing
+        doing, parts = self._doing(fragment), self.fragments[fragment]
         sums = self._arrived(fragment)
         for part, total in zip(parts, sums, strict=False):
-            part.step(total.div_(self.local.hosts), self.local)
-            # The agreed copy itself where nothing is kept: the same bits on all hosts.
-            new = part.agreed if share == 1 else torch.lerp(part.present(), part.agreed, share)
+            new = part.step(total.div_(self.local.hosts), self.local)
             part.write(new, self._watch, self._issued, f"{doing} inside the host")
         for buffer, total in zip(self._buffers, sums[len(parts) :], strict=False):
             buffer.copy_(total.div_(self.local.hosts))

@@ -4,9 +4,10 @@ For unit k under an option (layout and style): F and B compute, A blocking commu
 redistribution at its entry, by edge; the collectives inside it), C the exchange of its gradients,
 U the update of its shard. Seconds on the busiest rank, for one micro-batch; C and U for one step.
 
-A row or pair unit ends in partial sums: forward they are reduced so that each member keeps its own
-samples (a reduce-scatter among the group), backward the members gather the gradient of these. A
-unit with ``global`` batch statistics all-reduces them, forward and backward.
+A row or pair unit ends in partial sums: forward each member adds up those of its own samples, which
+the others send it, backward the members gather the gradient of these. Both are all-to-alls among
+the group, as every redistribution is: where several members share a host's link, these take longer
+than a ring would. A unit with ``global`` batch statistics all-reduces them, forward and backward.
 
 Reconstruction from the abstracts of GHP (Joo & Youn, IEEE Access 9:52601, 2021): the split of a
 layer's time into these terms is ours.
@@ -28,7 +29,7 @@ from ..schema.layout import Layout, Style, data_parallel
 from ..schema.options import Decisions, Option, segments_of
 from ..schema.plan import MIRRORS, Plan
 from ..schema.profile import ModelProfile
-from .collectives import Fabric, collective_s, ring_steps
+from .collectives import Fabric, collective_s
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
 from .device_kinds import DeviceKind, device_kinds
 from .exchange import Exchanges
@@ -302,14 +303,16 @@ class CostModel(Exchanges):
             seconds = collective_s(self.fabric, ring, "all_reduce", unit.statistics_bytes)
             statistics = OnLink(seconds, LINKS.index(ring.level), 2.0 * unit.statistics_bytes)
         if option.style in ("row", "pair") and layout.degree > 1:
-            ring = self.ring(layout, "groups")
-            link = LINKS.index(ring.level)
-            part = ring_steps("all_gather", layout.degree) / layout.degree
-            out, back = (size * samples for size in self.partial_sums_per_sample(k, option.style))
-            scatter_s = collective_s(self.fabric, ring, "reduce_scatter", out)
-            gather_s = collective_s(self.fabric, ring, "all_gather", back)
-            forward = OnLink(scatter_s + self._around_s(out), link, out * part)
-            backward = OnLink(gather_s + self._around_s(back), link, back * part)
+            out, back = self.partial_sums_per_sample(k, option.style)
+            # Members send each other the samples of each, and add up what comes; backward each gets
+            # the gradient of the others' samples: the same boxes the other way.
+            summed = output_placement(layout, option.style)
+            moved = self._moved(summed, TensorPlacement(layout, "replicate"), 1)
+            link = moved.level.item()
+            forward = OnLink(
+                self.move_s(moved, out, backward=True).item(), link, moved.received.item() * out
+            )
+            backward = OnLink(self.move_s(moved, back).item(), link, moved.sent.item() * back)
         return after(statistics, forward), after(statistics, backward)
 
     def partial_sums_per_sample(self, k: int, style: Style) -> tuple[float, float]:
@@ -342,10 +345,7 @@ class CostModel(Exchanges):
         edge = self.profile.edges[e]
         # Where no end slices features, what moves is the same for any number of them.
         features = edge.features if "feature_shard" in (source.form, target.form) else 1
-        key = (source, target, features)
-        if key not in self._traffic:
-            self._traffic[key] = traffic(self.fabric, self.counts, (source,), (target,), features)
-        moved = self._traffic[key]
+        moved = self._moved(source, target, features)
         link, sent, received = moved.level.item(), moved.sent.item(), moved.received.item()
         element = edge.bytes_per_sample / features
         back = edge.gradient_bytes_per_sample / features
@@ -357,6 +357,12 @@ class CostModel(Exchanges):
             moved.returning.item() * back,
             moved.needed.item() * element * self.kept_share(e, target),
         )
+
+    def _moved(self, source: TensorPlacement, target: TensorPlacement, features: int) -> Traffic:
+        key = (source, target, features)
+        if key not in self._traffic:
+            self._traffic[key] = traffic(self.fabric, self.counts, (source,), (target,), features)
+        return self._traffic[key]
 
     def arrival(self, e: int, decisions: Sequence[Option]) -> EdgeCost:
         """What edge ``e`` costs in a plan: nothing where an earlier unit has got the same

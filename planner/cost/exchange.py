@@ -256,13 +256,13 @@ class Exchanges(Structure):
         return OnLink(full.seconds * part, full.link, full.sent_bytes * part), 0.0
 
     def ring(self, layout: Layout, which: str, each: int = 1) -> Rings:
-        """The rings over a layout's ``groups``, over its ``peers``, or over ``all`` positions; of
-        ``each`` peers on a ``host``, or of those in one place of all ``hosts``."""
+        """The rings over a layout's ``peers``, or over ``all`` positions; of ``each`` peers on a
+        ``host``, or of those in one place of all ``hosts``."""
         key = (layout, which, each)
         if key not in self._rings:
-            rows = groups_of(layout) if which in ("groups", "all") else peers_of(layout)
+            rows = peers_of(layout)
             if which == "all":
-                rows = rows.reshape(1, -1)
+                rows = groups_of(layout).reshape(1, -1)
             elif which == "host":
                 rows = rows.reshape(-1, each)
             elif which == "hosts":

@@ -2,8 +2,8 @@
 
 A fragment of B bytes that n ranks of a host hold takes, in the way of the executor
 (executor/local_steps.py): an all-reduce of B/n bytes among those in one place of all hosts, n of
-them at once over the hosts' links, while training goes on; and, when it has come, the outer update
-of B/n bytes and an all-gather of B bytes inside the host, for which training waits.
+them at once over the hosts' links, while training goes on; and packing and the outer update of B/n
+bytes (when it has come), and an all-gather of B bytes inside the host, for which training waits.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,16 @@ FRAGMENTS = 4
 is under way at a time, and averages are applied less late; each costs messages of its own."""
 
 
+OUTER_UPDATES = 21 / 8
+"""What is done to each byte of a fragment in a round, as a multiple of an update by SGD with
+momentum: both take as long as memory does, which that update reads and writes 8 times; packing the
+message 3 times, the outer step 13, mixing and writing the parameters 5 (executor/local_steps.py).
+"""
+
+
 class FragmentCost(NamedTuple):
     """One fragment's exchange: seconds of its message on the link between hosts, seconds for which
-    training waits when it has come, and bytes that a rank sends."""
+    training waits as it is packed and when it has come, and bytes that a rank sends."""
 
     message_s: float
     applied_s: float

@@ -10,8 +10,8 @@ from ..schema.local_steps import LocalSteps
 
 class Round(NamedTuple):
     """The mean of a round's steps: its seconds, and what of them a step of the host alone has not:
-    waiting for other hosts (``exposed_s``), applying what has come (``applied_s``), and computing
-    more slowly while messages travel (``slowed_s``)."""
+    waiting for other hosts (``exposed_s``), packing what leaves and applying what has come
+    (``applied_s``), and computing more slowly while messages travel (``slowed_s``)."""
 
     step_s: float
     exposed_s: float

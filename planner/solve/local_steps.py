@@ -14,7 +14,14 @@ import msgspec
 from ..cost.collectives import Fabric
 from ..cost.cost import CostModel
 from ..cost.device_kinds import slowest_node
-from ..cost.fragments import FRAGMENTS, FragmentCost, first_units, fragment_bytes, fragment_cost
+from ..cost.fragments import (
+    FRAGMENTS,
+    OUTER_UPDATES,
+    FragmentCost,
+    first_units,
+    fragment_bytes,
+    fragment_cost,
+)
 from ..schema.capability import Capability
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
@@ -34,6 +41,10 @@ from .problem import Problem, Result
 
 HIDDEN = 0.01
 """A link is hidden where steps wait for it no longer than this share of a step."""
+ROOM = 1.15
+"""A link is to be hidden though its messages take so many times as long as predicted. Hosts are
+never equally quick: without room every other message is waited for by the host that is ahead, and a
+step or two more of a delay cost little."""
 MOST_DELAY = 0.5
 """The largest part of a round that an average may come late: what a host has learnt since it sent
 its part, the average knows nothing of, and half of it is given up (``MIXING``)."""
@@ -188,9 +199,7 @@ class _Rounds:
         self._cluster, self._goal, self._step_s = cluster, goal, inner_step_s
         self._sizes, self._hosts = _trained_bytes(profile), len(cluster.nodes)
         self._fabric = Fabric(cluster, tuple(range(cluster.world_size)))
-        # The outer update is SGD with momentum, and its part is packed as a gradient is.
-        overhead = cluster.overhead_of(sliced=False)
-        self._rate = profile.update_seconds_per_byte("momentum") + 2 * overhead.byte_s
+        self._rate = OUTER_UPDATES * profile.update_seconds_per_byte("momentum")
         self._cut: dict[int, tuple[tuple[int, ...], list[FragmentCost]]] = {}
 
     def fragments(self, count: int) -> tuple[tuple[int, ...], list[FragmentCost]]:
@@ -206,7 +215,7 @@ class _Rounds:
         """The round of so many inner steps, what it is predicted to take, and its exchanges."""
         first, costs = self.fragments(min(self._goal.fragments or FRAGMENTS, length))
         links = self._cluster.interference
-        longest_s = links.communication_slowdown * max(cost.message_s for cost in costs)
+        longest_s = ROOM * links.communication_slowdown * max(cost.message_s for cost in costs)
         needed = ceil(longest_s / self._step_s) if self._step_s else 0
         delay = min(needed, floor(MOST_DELAY * length))
         local = LocalSteps(
@@ -216,12 +225,18 @@ class _Rounds:
         )  # fmt: skip
         return local, simulate_round(local, self._step_s, costs, links), costs
 
+    def _exposed_s(self, length: int) -> float:
+        """What a step of such a round waits for links that are slower than predicted."""
+        local, _, costs = self.of(length)
+        slower = [cost._replace(message_s=ROOM * cost.message_s) for cost in costs]
+        return simulate_round(local, self._step_s, slower, self._cluster.interference).exposed_s
+
     def shortest(self) -> tuple[LocalSteps, Round, list[FragmentCost]]:
         """The shortest round that hides the links, or the longest where none does."""
         least, most = 1, MOST_INNER_STEPS
         while least < most:
             middle = (least + most) // 2
-            if self.of(middle)[1].exposed_s <= HIDDEN * self._step_s:
+            if self._exposed_s(middle) <= HIDDEN * self._step_s:
                 most = middle
             else:
                 least = middle + 1

@@ -76,6 +76,19 @@ def test_row_units_reduce_their_outputs():
     assert cost.inner_backward.seconds == pytest.approx(8 * 400 / 2 / RATE)
 
 
+def test_partial_sums_cross_a_link_that_members_share():
+    """Two hosts of two: each rank sends both ranks of the other host their samples, and so four
+    parts of a quarter cross the link of each host, not the three of a ring."""
+    shared = cluster(2, devices=2, inter=RATE, intra=1e15, latency_s=0.0)
+    cost = model([linear("fc", 100, 100)], links=shared).unit(
+        1, Option(Layout(groups=1, degree=4), "row")
+    )
+    for inner in (cost.inner_forward, cost.inner_backward):
+        assert inner.seconds == pytest.approx(4 * 16 * 400 / 4 / RATE)
+        assert LINKS[inner.link] == "inter"
+        assert inner.sent_bytes == 3 * 16 * 400 / 4
+
+
 def test_uneven_divisions_count_by_the_largest_shard():
     m = model([linear("fc", 10, 100, 1e-3)])
     assert m.unit(1, Option(Layout(groups=1, degree=4), "column")).shard_bytes == 3 * 400

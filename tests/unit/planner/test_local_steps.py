@@ -27,7 +27,7 @@ from meshwright.planner.schema.local_steps import MOST_INNER_STEPS, LocalSteps
 from meshwright.planner.schema.record import decode, encode
 from meshwright.planner.simulate.local_round import simulate_round
 from meshwright.planner.solve.evaluate import evaluate, evaluation
-from meshwright.planner.solve.local_steps import kept_bytes, plan_of_host
+from meshwright.planner.solve.local_steps import ROOM, kept_bytes, plan_of_host
 from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve
 
@@ -216,13 +216,23 @@ def test_another_cluster_s_hosts_are_refused():
         plan_of_host(made, profile_of(), links_of(50, hosts=4))
 
 
-def test_the_round_is_the_shortest_that_hides_the_link():
-    slow, _ = planned(links_of(50))
-    local, own = slow.local_steps, plan_of_host(slow, profile_of(), links_of(50))[0]
-    assert slow.prediction.exposed_s <= 0.01 * own.prediction.step_s
-    shorter, _ = planned(links_of(50), inner_steps=local.inner_steps - 1)
-    assert shorter.prediction.exposed_s > 0.01 * own.prediction.step_s
-    slower, _ = planned(links_of(25))
+def waited_s(local, own_s, links, slower):
+    """What a step of the round waits for messages that take ``slower`` times as long as they do."""
+    sizes = fragment_bytes([0] + [4 * 512 * 512] * 4, local.fragments)  # the first is the input
+    costs = [fragment_cost(Fabric(links, (0, 1)), 2, size, 0.0) for size in sizes]
+    longer = [cost._replace(message_s=slower * cost.message_s) for cost in costs]
+    return simulate_round(local, own_s, longer, QUIET).exposed_s
+
+
+def test_the_round_is_the_shortest_that_hides_a_link_that_is_a_little_slower():
+    links = links_of(4)
+    slow, _ = planned(links)
+    local, own = slow.local_steps, plan_of_host(slow, profile_of(), links)[0].prediction.step_s
+    assert slow.prediction.exposed_s == 0
+    assert waited_s(local, own, links, ROOM) <= 0.01 * own
+    shorter, _ = planned(links, inner_steps=local.inner_steps - 1)
+    assert waited_s(shorter.local_steps, own, links, ROOM) > 0.01 * own
+    slower, _ = planned(links_of(2))
     assert slower.local_steps.inner_steps > local.inner_steps
     # On links that no round hides the longest is taken, and waits.
     slowest, _ = planned(links_of(0.05))
