@@ -1,9 +1,12 @@
 """What choosing, rounding and packing gradients takes, and making gradients of what has come.
 
-It is measured with the executor's own functions on one large gradient. What a dense exchange does
-too (the division by the number of ranks) is left out: it is part of the executor's measured work.
+It is measured with the executor's own functions on a slice of a gradient, after a pause: slices are
+waited for, and a processor that has waited takes up to twice as long for the first millisecond of
+work. What a dense exchange does too (the division by the number of ranks) is left out: it is part
+of the executor's measured work.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Literal, NamedTuple
@@ -20,8 +23,9 @@ from .catalogue import Datasheet
 from .roofline import estimated_s
 from .timing import timed_s
 
-# Elements of the gradient: too many for a processor's cache, as a model's gradients are.
-ELEMENTS = 2**22
+# Elements of the slice, 2 MiB of float32: plans have slices of 1, 4 and 16 MiB.
+ELEMENTS = 2**19
+PAUSE_S = 0.005
 PEERS = 2
 TOPK_RATIO = 0.05
 ROUNDS = 7
@@ -111,7 +115,12 @@ def _rate(
 
 def _medians(coding: Coding, device: torch.device) -> tuple[float, float, float]:
     """Seconds of each part; they take turns, so that what disturbs one disturbs all."""
-    rows = [[timed_s(part, device) for part in coding.parts] for _ in range(ROUNDS)]
+
+    def waited_s(part: Callable[[], object]) -> float:
+        time.sleep(PAUSE_S)
+        return timed_s(part, device)
+
+    rows = [[waited_s(part) for part in coding.parts] for _ in range(ROUNDS)]
     before, after, plain = (median(column) for column in zip(*rows[1:], strict=True))
     return before, after, plain
 

@@ -26,29 +26,29 @@ _MOST = 127.0
 
 
 class Quantized(NamedTuple):
-    """Elements of a gradient: ``numbers`` (int8) times the scale of their run (float32)."""
+    """Elements of a gradient: ``numbers`` (whole ones, of any type) times the scale of their
+    run."""
 
     numbers: Tensor
     scales: Tensor
 
 
 def quantize(values: Tensor) -> Quantized:
-    """Flat values, each run of ``INT8_BLOCK`` by its own largest. A run that holds what is not
-    finite becomes infinite or not a number in all of its elements."""
+    """Flat values, each run of ``INT8_BLOCK`` by its own largest; all of their type. A run that
+    holds what is not finite has a scale that is not, and so is none of its elements, whatever their
+    numbers are."""
     runs = _runs(values)
     scales = runs.abs().amax(dim=1).div_(_MOST)
-    # Not finite: numbers that keep the scale what it is when they are multiplied with it.
-    finite = torch.isfinite(scales)
-    divisors = torch.where(finite & (scales > 0), scales, torch.ones_like(scales))
+    divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
+    # The smallest scales are rounded so far down that numbers would come out larger.
     numbers = runs.div(divisors[:, None]).round_().clamp_(-_MOST, _MOST)
-    numbers[~finite] = _MOST
-    return Quantized(numbers.to(torch.int8).reshape(-1)[: values.numel()], scales.to(torch.float32))
+    return Quantized(numbers.view(-1)[: values.numel()], scales)
 
 
 def dequantize(sent: Quantized, dtype: torch.dtype) -> Tensor:
     """What quantized values stand for, flat."""
     runs = _runs(sent.numbers.to(dtype))
-    return (runs * sent.scales.to(dtype)[:, None]).reshape(-1)[: sent.numbers.numel()]
+    return (runs * sent.scales.to(dtype)[:, None]).view(-1)[: sent.numbers.numel()]
 
 
 def _runs(values: Tensor) -> Tensor:
@@ -74,20 +74,34 @@ def pack(values: Tensor, residual: Tensor) -> Tensor:
         total = values[piece].add_(residual[piece])
         sent = quantize(total)
         numbers.copy_(sent.numbers)
-        scales.copy_(sent.scales.view(-1, 1).view(torch.uint8))
-        left = total.sub_(dequantize(sent, total.dtype))
-        # What is not finite shows on all ranks, and must not stay for later steps.
-        torch.where(torch.isfinite(left), left, residual[piece], out=residual[piece])
+        scales.copy_(sent.scales.to(torch.float32).view(-1, 1).view(torch.uint8))
+        _keep(total, sent, residual[piece])
     return message
+
+
+def _keep(total: Tensor, sent: Quantized, residual: Tensor) -> None:
+    """Puts what was not ``sent`` of ``total`` into the residual, but for runs that are not finite:
+    these show on all ranks, and must not stay for later steps."""
+    # The largest elements of 16 bits may be rounded beyond what such a type has.
+    finite = torch.isfinite(sent.scales * _MOST)
+    stands_for = dequantize(sent, total.dtype)
+    if total.device.type == "cpu" and bool(finite.all()):  # a GPU's queue would be waited for
+        torch.sub(total, stands_for, out=residual)
+        return
+    whole = finite.repeat_interleave(INT8_BLOCK, output_size=len(finite) * INT8_BLOCK)
+    torch.where(whole[: total.numel()], total.sub_(stands_for), residual, out=residual)
 
 
 def add_up(messages: Sequence[Tensor], total: Tensor) -> None:
     """Writes the sum of messages into the flat ``total``."""
-    total.zero_()
-    for message in messages:
+    for index, message in enumerate(messages):
         for piece, numbers, scales in _pieces(message, total.numel()):
             own = scales.clone().view(torch.float32).view(-1)  # where it lies may be any byte
-            total[piece] += dequantize(Quantized(numbers, own), total.dtype)
+            values = dequantize(Quantized(numbers, own), total.dtype)
+            if index == 0:
+                total[piece].copy_(values)
+            else:
+                total[piece].add_(values)
 
 
 def _pieces(message: Tensor, count: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
