@@ -148,7 +148,12 @@ class HostsApart:
         self._params = [p for p in params if p.parameter.requires_grad]
         self._frozen = [p for p in params if not p.parameter.requires_grad]
         self.fragments = [self._parts_of(n) for n in range(len(local.fragments))]
-        self._buffers = [b for b in buffers if b.is_floating_point()]
+        # One message for all that are alike: a network has a hundred of them.
+        alike: dict[tuple[object, ...], list[Tensor]] = {}
+        for buffer in buffers:
+            if buffer.is_floating_point():
+                alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        self._buffers = list(alike.values())
         self._in_flight: dict[int, list[_FragmentMessage]] = {}
         self.step_number = 0
         self.waited_s = 0.0
@@ -187,7 +192,7 @@ class HostsApart:
         doing = self._doing(fragment)
         tensors = [part.moved() for part in self.fragments[fragment]]
         if self._ends_round(fragment):
-            tensors += [buffer.clone() for buffer in self._buffers]
+            tensors += [torch.cat([b.reshape(-1) for b in alike]) for alike in self._buffers]
         self._in_flight[fragment] = [self._start(tensor, doing) for tensor in tensors]
 
     def _start(self, tensor: Tensor, doing: str) -> _FragmentMessage:
@@ -204,8 +209,11 @@ class HostsApart:
         for part, total in zip(parts, sums, strict=False):
             new = part.step(total.div_(self.local.hosts), self.local)
             part.write(new, self._watch, self._issued, f"{doing} inside the host")
-        for buffer, total in zip(self._buffers, sums[len(parts) :], strict=False):
-            buffer.copy_(total.div_(self.local.hosts))
+        for alike, total in zip(self._buffers, sums[len(parts) :], strict=False):
+            total.div_(self.local.hosts)
+            means = torch.split(total, [buffer.numel() for buffer in alike])
+            for buffer, mean in zip(alike, means, strict=True):
+                buffer.copy_(mean.view_as(buffer))
         del self._in_flight[fragment]
 
     def _arrived(self, fragment: int) -> list[Tensor]:

@@ -443,8 +443,8 @@ def unit_profile(
         parameters=parameters,
         state_bytes=sum(b.nbytes for m in modules for b in m.buffers()),
         batch_statistics=unit.batch_statistics,
-        # A mean and a sum of squares for each channel, and the count.
-        statistics_bytes=sum(4 * (2 * int(norm.num_features) + 1) for norm in norms),
+        # A mean and a sum of squares for each channel, and the count, in double precision.
+        statistics_bytes=sum(8 * (2 * int(norm.num_features) + 1) for norm in norms),
         splits=split_profiles(model, unit, shared),
         stays_whole=unit.stays_whole,
         shares=(msgspec.structs.replace(whole, parameter_bytes=total),),

@@ -29,7 +29,7 @@ from ..schema.layout import Layout, Style, data_parallel
 from ..schema.options import Decisions, Option, segments_of
 from ..schema.plan import MIRRORS, Plan
 from ..schema.profile import ModelProfile
-from .collectives import Fabric, collective_s
+from .collectives import Fabric, collective_s, ring_steps
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
 from .device_kinds import DeviceKind, device_kinds
 from .exchange import Exchanges
@@ -301,7 +301,8 @@ class CostModel(Exchanges):
         if unit.batch_statistics and self.goal.batch_statistics == "global":
             ring = self.ring(layout, "all")
             seconds = collective_s(self.fabric, ring, "all_reduce", unit.statistics_bytes)
-            statistics = OnLink(seconds, LINKS.index(ring.level), 2.0 * unit.statistics_bytes)
+            part = ring_steps("all_reduce", ring.ranks) / ring.ranks
+            statistics = OnLink(seconds, LINKS.index(ring.level), part * unit.statistics_bytes)
         if option.style in ("row", "pair") and layout.degree > 1:
             out, back = self.partial_sums_per_sample(k, option.style)
             # Members send each other the samples of each, and add up what comes; backward each gets

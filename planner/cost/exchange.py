@@ -13,6 +13,7 @@ from ..schema.profile import ModelProfile, ParameterProfile
 from .collectives import (
     Fabric,
     Rings,
+    all_to_all_s,
     collective_s,
     groups_of,
     peers_of,
@@ -181,13 +182,27 @@ class Exchanges(Structure):
         sent_bytes = payload_bytes * self.wire_share(option.wire)
         if option.shards:
             gathers = 2 * self.micro_batches if option.gathers else 1
-            seconds = collective_s(self.fabric, ring, "reduce_scatter", sent_bytes)
+            seconds = self._scatter_s(option, ring, sent_bytes)
             seconds += gathers * collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, part * (sent_bytes + gathers * payload_bytes))
         if option.peers_per_host > 1:
             return self._by_host_exchange(option, payload_bytes)
         seconds = collective_s(self.fabric, ring, "all_reduce", sent_bytes)
         return OnLink(seconds, link, ring_steps("all_reduce", ring.ranks) / ring.ranks * sent_bytes)
+
+    def _scatter_s(self, option: Option, ring: Rings, sent_bytes: float) -> float:
+        """Peers send each other their parts of a gradient and add up what comes. A GPU's library
+        does that in a ring; rounded gradients are sent to each peer, and so are all on CPUs."""
+        fabric, level = self.fabric, self.fabric.level(ring.level)
+        measured = any(curve.collective == "reduce_scatter" for curve in level.curves)
+        # On CPUs what a probe has timed is what is done; inside a host nothing is shared.
+        known = option.wire == "exact" if fabric.cluster.on_gpus else measured
+        if known or ring.level == "intra":
+            return collective_s(fabric, ring, "reduce_scatter", sent_bytes)
+        sets = fabric.node_of[peers_of(option.layout)]
+        counts = np.stack([np.bincount(row, minlength=len(fabric.cluster.nodes)) for row in sets])
+        crossing = (counts * (ring.ranks - counts)).sum(axis=0).max()
+        return all_to_all_s(level, ring.ranks - 1, crossing * sent_bytes / ring.ranks)
 
     def _by_host_exchange(self, option: Option, payload_bytes: float) -> OnLink:
         """Peers on a host reduce-scatter a payload among them, all-reduce each its part with those

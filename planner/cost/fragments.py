@@ -3,7 +3,8 @@
 A fragment of B bytes that n ranks of a host hold takes, in the way of the executor
 (executor/local_steps.py): an all-reduce of B/n bytes among those in one place of all hosts, n of
 them at once over the hosts' links, while training goes on; and packing and the outer update of B/n
-bytes (when it has come), and an all-gather of B bytes inside the host, for which training waits.
+bytes (when it has come), an all-gather of B bytes inside the host and writing them, for which
+training waits. With a round's last fragment every rank averages the buffers that training changes.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,10 @@ is under way at a time, and averages are applied less late; each costs messages 
 OUTER_UPDATES = 21 / 8
 """What is done to each byte of a fragment in a round, as a multiple of an update by SGD with
 momentum: both take as long as memory does, which that update reads and writes 8 times; packing the
-message 3 times, the outer step 13, mixing and writing the parameters 5 (executor/local_steps.py).
+message 3 times, the outer step 13, mixing 3, writing the parameters 2 (executor/local_steps.py).
 """
+WRITING = 2 / 21
+"""Of that the writing, which each rank of a host does for all of the fragment."""
 
 
 class FragmentCost(NamedTuple):
@@ -57,18 +60,25 @@ def fragment_bytes(unit_bytes: Sequence[int], first: Sequence[int]) -> list[int]
 
 
 def fragment_cost(
-    fabric: Fabric, hosts: int, size_bytes: int, seconds_per_byte: float
+    fabric: Fabric,
+    hosts: int,
+    size_bytes: int,
+    seconds_per_byte: float,
+    buffers_bytes: int = 0,
 ) -> FragmentCost:
     """The exchange of a fragment among ``hosts``, equal runs of positions, with an outer update
-    that takes so many seconds for each byte."""
+    that takes so many seconds for each byte, and of buffers that each rank averages with it."""
     inside = np.arange(fabric.cluster.world_size, dtype=np.int64).reshape(hosts, -1)
     across_ring, inside_ring = rings(fabric, np.ascontiguousarray(inside.T)), rings(fabric, inside)
     part_bytes = size_bytes / inside_ring.ranks
     gather_s = collective_s(fabric, inside_ring, "all_gather", size_bytes)
-    sent = ring_steps("all_reduce", hosts) / hosts * part_bytes
+    sent = ring_steps("all_reduce", hosts) / hosts * (part_bytes + buffers_bytes)
     sent += ring_steps("all_gather", inside_ring.ranks) / inside_ring.ranks * size_bytes
     return FragmentCost(
-        message_s=collective_s(fabric, across_ring, "all_reduce", part_bytes),
-        applied_s=gather_s + seconds_per_byte * part_bytes,
+        message_s=sum(
+            collective_s(fabric, across_ring, "all_reduce", each)
+            for each in (part_bytes, buffers_bytes)
+        ),
+        applied_s=gather_s + seconds_per_byte * ((1 - WRITING) * part_bytes + WRITING * size_bytes),
         sent_bytes=sent,
     )

@@ -36,6 +36,7 @@ from .profile import (
 KERNEL_S = 5e-6
 DEGREES = (2, 4, 8, 16, 32, 64)
 FLOAT_BYTES = 4
+DOUBLE_BYTES = 8
 INDEX_BYTES = 8  # of each output of a pooling, in int64
 _KINDS: dict[str, UnitKind] = {"conv2d": "conv", "linear": "linear"}
 
@@ -265,7 +266,7 @@ def _saved_bytes(row: _Row) -> tuple[float, int]:
     blocks = 2 if "downsampleParams" in config else 1
     narrow = 2 * FLOAT_BYTES * width * (inside + outside)
     channels = 2 * width + 4 * config["planes"] * blocks
-    return row.input_bytes + narrow + blocks * row.output_bytes, int(2 * FLOAT_BYTES * channels)
+    return row.input_bytes + narrow + blocks * row.output_bytes, int(2 * DOUBLE_BYTES * channels)
 
 
 def _share(whole: ShareProfile, row: _Row, split: SplitProfile, degree: int) -> ShareProfile:

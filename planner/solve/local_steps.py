@@ -177,13 +177,14 @@ def kept_bytes(profile: ModelProfile, cluster: Cluster) -> int:
 
 
 def _trained_bytes(profile: ModelProfile) -> list[int]:
-    """The bytes of each unit's own parameters that are trained."""
+    """The bytes of each unit's own parameters that are trained, as hosts keep and send them: those
+    of 16 bits in 32."""
     seen: set[str] = set()
     sizes = []
     for unit in profile.units:
         own = [p for p in unit.parameters if p.trainable and p.shared not in seen]
         seen |= {p.shared for p in own}
-        sizes.append(sum(p.bytes for p in own))
+        sizes.append(sum(2 * p.bytes if p.is_half else p.bytes for p in own))
     return sizes
 
 
@@ -199,6 +200,9 @@ class _Rounds:
         self._cluster, self._goal, self._step_s = cluster, goal, inner_step_s
         self._sizes, self._hosts = _trained_bytes(profile), len(cluster.nodes)
         self._fabric = Fabric(cluster, tuple(range(cluster.world_size)))
+        # Statistics of each rank's own samples.
+        changed = (unit.state_bytes for unit in profile.units if unit.batch_statistics)
+        self._buffers_bytes = sum(changed)
         self._rate = OUTER_UPDATES * profile.update_seconds_per_byte("momentum")
         self._cut: dict[int, tuple[tuple[int, ...], list[FragmentCost]]] = {}
 
@@ -207,7 +211,11 @@ class _Rounds:
         if count not in self._cut:
             first = first_units(self._sizes, count)
             sizes = fragment_bytes(self._sizes, first)
-            costs = [fragment_cost(self._fabric, self._hosts, b, self._rate) for b in sizes]
+            also = [0] * (len(sizes) - 1) + [self._buffers_bytes]
+            costs = [
+                fragment_cost(self._fabric, self._hosts, size, self._rate, buffers)
+                for size, buffers in zip(sizes, also, strict=True)
+            ]
             self._cut[count] = first, costs
         return self._cut[count]
 

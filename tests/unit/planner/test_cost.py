@@ -89,6 +89,29 @@ def test_partial_sums_cross_a_link_that_members_share():
         assert inner.sent_bytes == 3 * 16 * 400 / 4
 
 
+def test_parts_that_are_sent_to_each_peer_cross_a_link_that_ranks_share():
+    """Each of two ranks of a host sends both of the other host a quarter; NCCL's ring, which adds
+    up what is not rounded, enters the host once with three."""
+    described = cluster(2, devices=2, inter=RATE, intra=1e15, latency_s=0.0)
+    devices = [msgspec.structs.replace(node.devices[0], name="cpu") for node in described.nodes]
+    on_cpus = msgspec.structs.replace(
+        described,
+        nodes=tuple(
+            msgspec.structs.replace(node, devices=(device,) * 2)
+            for node, device in zip(described.nodes, devices, strict=True)
+        ),
+    )
+    gathered_s = 3 / 4 * 40_000 / RATE
+    for links, wire, scattered_s in (
+        (described, "exact", 3 / 4 * 40_000 / RATE),
+        (described, "bf16", 4 / 4 * 20_000 / RATE),
+        (on_cpus, "exact", 4 / 4 * 40_000 / RATE),
+    ):
+        option = Option(data_parallel(4), exchange="sharded", wire=wire)
+        cost = model([linear("fc", 100, 100)], links=links, sliced=True).unit(1, option)
+        assert cost.exchange.seconds == pytest.approx(scattered_s + gathered_s)
+
+
 def test_uneven_divisions_count_by_the_largest_shard():
     m = model([linear("fc", 10, 100, 1e-3)])
     assert m.unit(1, Option(Layout(groups=1, degree=4), "column")).shard_bytes == 3 * 400
