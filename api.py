@@ -763,7 +763,7 @@ def auto_parallelize(
     from .executor.launch.training_progress import progress, progress_asked
     from .executor.optimizer.kinds import optimizer_name, planned_for, ready
     from .executor.optimizer.lazy import releases_not
-    from .models.precision import set_precision, surrounding_precision
+    from .models.precision import check_conversion, set_precision, surrounding_precision
     from .models.target import workload_of
     from .models.workload import Workload
 
@@ -787,9 +787,10 @@ def auto_parallelize(
         workload, samples = together(lambda: workload_of(model, example_inputs, loss))
         together(lambda: check_mean(workload))
     if chosen is None:
-        workload = replace(
-            workload, precision=wanted or workload.precision or surrounding_precision(device)
-        )
+        own = wanted or workload.precision or surrounding_precision(device)
+        workload = replace(workload, precision=own)
+        if own is not None:  # before anything is measured, which may take a minute
+            together(lambda: check_conversion(module, own, optimizer))
         ranks = dist.get_world_size()
         batch = samples * ranks if global_batch_size is None else global_batch_size
         if dist.get_rank() == 0:

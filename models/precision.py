@@ -79,19 +79,29 @@ def _fed(batch: Batch, dtype: torch.dtype) -> Batch:
     return replace(cast, target=batch.target)
 
 
+def check_conversion(
+    model: nn.Module, precision: Precision, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Raises ``InputError`` where ``set_precision`` would change parameters of which an optimizer
+    has state already, which would be of another type."""
+    parameters = PRECISIONS[precision].parameters
+    dtype = getattr(torch, parameters)
+    other = any(p.is_floating_point() and p.dtype != dtype for p in unwrapped(model).parameters())
+    if other and optimizer is not None and optimizer.state:
+        raise InputError(
+            f"precision {precision} makes parameters {parameters}, and the optimizer has "
+            "made steps with others: convert the model before its optimizer is made"
+        )
+
+
 def set_precision(
     model: nn.Module, precision: Precision, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Makes a model compute in ``precision``, in place: the same objects with other values. Raises
-    ``InputError`` where its ``optimizer`` has state already, which would be of another type."""
+    ``InputError`` as ``check_conversion`` does."""
+    check_conversion(model, precision, optimizer)
     model, traits = unwrapped(model), PRECISIONS[precision]
     dtype = getattr(torch, traits.parameters)
-    other = any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
-    if other and optimizer is not None and optimizer.state:
-        raise InputError(
-            f"precision {precision} makes parameters {traits.parameters}, and the optimizer has "
-            "made steps with others: convert the model before its optimizer is made"
-        )
     model.to(dtype)
     _set_tf32(traits)
     _forget(model)

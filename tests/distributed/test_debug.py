@@ -192,7 +192,9 @@ def wrong_order(rank: int, world: int, divided: bool, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["barrier", "priority"])
-@pytest.mark.parametrize(("world", "divided"), [(2, False), (4, True)])
+@pytest.mark.parametrize(
+    ("world", "divided"), [(2, False), pytest.param(4, True, marks=pytest.mark.slow)]
+)
 def test_a_wrong_order_is_caught_on_every_rank(
     ranks: Any, world: int, divided: bool, schedule: str
 ) -> None:
