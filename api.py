@@ -820,6 +820,11 @@ def auto_parallelize(
             f"the plan is for precision {chosen.precision or 'as built'}, not {wanted}: plan for "
             "that precision, or leave precision out"
         )
+    elif batch_statistics == "global" != chosen.goal.batch_statistics:
+        raise InputError(
+            "the plan is for batch statistics of each rank's share (local), not global: plan with "
+            "--batch-statistics global, or leave batch_statistics out"
+        )
     computed = chosen.precision
     if computed is not None:
         together(lambda: set_precision(module, computed, optimizer))

@@ -20,7 +20,7 @@ from ..planner.schema.plan import SHARDING, Plan
 from ..planner.schema.record import fingerprint
 from .background.signals import tell_pacer
 from .capability import CAPABILITY
-from .comm.broadcast import broadcast, changing_buffers
+from .comm.broadcast import BufferPlace, broadcast, changing_buffers
 from .comm.control import digest
 from .comm.groups import Group, Place, flat, make_world
 from .comm.watchdog import Watchdog, time_limit
@@ -333,12 +333,13 @@ def _same_channels(run: Run, shards: ModelShards, name: str) -> Group:
     return run.world.statistics[flat(place) if isinstance(place, Layout) else 1]
 
 
-def _buffers(model: nn.Module, plan: Plan, shards: ModelShards) -> list[Tensor]:
+def _buffers(model: nn.Module, plan: Plan, shards: ModelShards) -> list[BufferPlace]:
     # Slices cannot follow; but for those of statistics, which then agree anyway, divided units have
     # none that training changes.
     local = plan.goal.batch_statistics == "local"
     cut = {id(tensor_named(model, name)) for name in shards.by_name}
-    return [b for b in changing_buffers(model, statistics=local) if id(b) not in cut]
+    places = changing_buffers(model, statistics=local)
+    return [place for place in places if id(place.buffers[place.name]) not in cut]
 
 
 def _grad_params(model: nn.Module, run: Run, shards: ModelShards) -> list[GradParam]:

@@ -161,3 +161,37 @@ def scale_output(output: Any, forward: Forward, began: Callable[[Forward], None]
         return leaf
 
     return mapped(output, scale)
+
+
+class _Unscale(torch.autograd.Function):
+    """The identity; its backward divides by the forward's factor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: Forward) -> Any:
+        ctx.record = forward
+        return tensor.detach()  # an alias, as for the output
+
+    @staticmethod
+    @not_traced
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        eval_frame.set_eval_frame(None)
+        (gradient,) = gradients
+        factor = ctx.record.factor()
+        # Of no samples it is zero, and stays so.
+        return (gradient if factor in (0.0, 1.0) else gradient / factor), None
+
+
+def unscale_inputs(inputs: Any, forward: Forward) -> Any:
+    """``inputs`` of which those that something else has computed get their gradient without the
+    forward's factor: what computed them (another model with a plan, the same one before) has a
+    factor of its own, and a gradient must not be weighted once for each that it crosses."""
+
+    def unscale(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            return _Unscale.apply(leaf, forward)  # type: ignore[no-untyped-call]
+        return leaf
+
+    leaves = leaves_in(inputs)
+    if not any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
+        return inputs
+    return mapped(inputs, unscale)

@@ -31,6 +31,7 @@ from torch import Tensor
 from ..planner.cost.collectives import ring_bytes
 from ..planner.schema.errors import InputError
 from ..planner.schema.local_steps import LocalSteps
+from .comm.broadcast import BufferPlace, tensors_at
 from .comm.groups import Group, World
 from .comm.watchdog import Watchdog
 from .gradients.buckets import GradParam
@@ -139,7 +140,7 @@ class HostsApart:
         world: World,
         watch: Watchdog,
         params: Sequence[GradParam],
-        buffers: Sequence[Tensor],
+        buffers: Sequence[BufferPlace],
         issued: Issued,
     ) -> None:
         assert world.apart is not None, "made where hosts train apart"
@@ -148,12 +149,7 @@ class HostsApart:
         self._params = [p for p in params if p.parameter.requires_grad]
         self._frozen = [p for p in params if not p.parameter.requires_grad]
         self.fragments = [self._parts_of(n) for n in range(len(local.fragments))]
-        # One message for all that are alike: a network has a hundred of them.
-        alike: dict[tuple[object, ...], list[Tensor]] = {}
-        for buffer in buffers:
-            if buffer.is_floating_point():
-                alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        self._buffers = list(alike.values())
+        self._buffers = buffers
         self._in_flight: dict[int, list[_FragmentMessage]] = {}
         self.step_number = 0
         self.waited_s = 0.0
@@ -192,8 +188,17 @@ class HostsApart:
         doing = self._doing(fragment)
         tensors = [part.moved() for part in self.fragments[fragment]]
         if self._ends_round(fragment):
-            tensors += [torch.cat([b.reshape(-1) for b in alike]) for alike in self._buffers]
+            tensors += [torch.cat([b.reshape(-1) for b in alike]) for alike in self._alike()]
         self._in_flight[fragment] = [self._start(tensor, doing) for tensor in tensors]
+
+    def _alike(self) -> list[list[Tensor]]:
+        """The buffers that are averaged, those of one type together: one message for all of them,
+        of which a network has a hundred."""
+        found: dict[tuple[object, ...], list[Tensor]] = {}
+        for buffer in tensors_at(self._buffers):
+            if buffer.is_floating_point():
+                found.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        return list(found.values())
 
     def _start(self, tensor: Tensor, doing: str) -> _FragmentMessage:
         sent = ring_bytes("all_reduce", self._apart.size, tensor.nbytes)
@@ -209,7 +214,7 @@ class HostsApart:
         for part, total in zip(parts, sums, strict=False):
             new = part.step(total.div_(self.local.hosts), self.local)
             part.write(new, self._watch, self._issued, f"{doing} inside the host")
-        for alike, total in zip(self._buffers, sums[len(parts) :], strict=False):
+        for alike, total in zip(self._alike(), sums[len(parts) :], strict=False):
             total.div_(self.local.hosts)
             means = torch.split(total, [buffer.numel() for buffer in alike])
             for buffer, mean in zip(alike, means, strict=True):

@@ -41,6 +41,7 @@ def micro_batches(
     # Not waited for before backward: on a busy link it would stand behind slices.
     gathered = run.control.gather([sum(mine)], "the start of a step", whole=False)
     before = run.synchronise
+    run.in_pieces = parts > 1
     try:
         for i in range(parts):
             run.synchronise = before and i == parts - 1
@@ -48,7 +49,7 @@ def micro_batches(
             piece = whole.slice(bounds[i], bounds[i + 1])
             yield piece if whole is batch else piece.args[0]
     finally:
-        run.synchronise, run.weight_next = before, None
+        run.synchronise, run.weight_next, run.in_pieces = before, None, False
 
 
 def _whole(batch: Any) -> Batch:

@@ -15,12 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..models.compiled import CompiledForward, not_traced, unwrapped
 from ..planner.schema.errors import InputError
 from .compiled import take_again
-from .forward import Weight
+from .forward import Weight, unscale_inputs
 from .gradients.feedback import LossyGradGroup
 from .gradients.reshard import whole_chunks
 from .optimizer.state import gather_optimizer_state, scatter_optimizer_state
 from .redistribution.shards import gather_state
-from .redistribution.statistics import norms_of
 from .run import Run
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -84,6 +83,8 @@ class ParallelModule(nn.Module):
         take_again(self, run, callback)
         _set_latest(run)
         with run.around(self, args, kwargs) as forward:
+            if forward is not None:
+                args, kwargs = unscale_inputs((args, kwargs), forward)
             output = super().__call__(*args, **kwargs)
             return run.finish(self, output, forward)
 
@@ -116,8 +117,6 @@ class ParallelModule(nn.Module):
         finally:
             self.__class__ = parallel_class
             self.__dict__[_RUN] = run
-        for _, norm in norms_of(plain):
-            norm.__dict__.pop("forward", None)  # it would keep the statistics of the original
         for own, module in zip(self.modules(), plain.modules(), strict=True):
             if isinstance(vars(own).get("forward"), CompiledForward):
                 vars(module).pop("forward", None)
@@ -177,11 +176,17 @@ def loss_weight(count: float, model: nn.Module | None = None) -> None:
 
     Call it on every rank after the forward and before its backward, with the count of this rank's
     share (zero is allowed). The gradient is then that of the mean over all ranks' counts.
-    Collective. ``model`` may be left out where only one model is trained.
+    Collective. Of several micro-batches ``micro_batches`` is given the ``counts`` instead; inside
+    its loop this raises ``InputError``. ``model`` may be left out where only one model is trained.
     """
     run = run_of(model) if model is not None else (_latest() if _latest is not None else None)
     if run is None or run.forward is None:
         raise InputError("loss_weight was called before any forward: call the model first")
+    if run.in_pieces:
+        raise InputError(
+            "loss_weight would count each of several micro-batches as a whole batch: give the "
+            "counts of all of them to micro_batches(model, batch, parts, counts=...) instead"
+        )
     number = float(count)
     if not 0 <= number < float("inf"):
         raise InputError(f"loss_weight got {count}, expected a count of zero or more")

@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..models.compiled import CompiledRegions
@@ -44,7 +44,7 @@ from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.local_steps import LocalSteps
 from ..planner.schema.plan import SHARDING, Plan, leave_after_backward
 from ..planner.simulate.slicing import by_urgency
-from .comm.broadcast import broadcast
+from .comm.broadcast import BufferPlace, broadcast, tensors_at
 from .comm.control import Control, Header, RankRow, digest
 from .comm.groups import Group, World
 from .comm.steps import after_each_step
@@ -85,7 +85,8 @@ class Run:
     """The state of a plan that has been applied to a model.
 
     ``synchronise`` is False inside ``no_sync``. ``forward`` is the forward that ran last,
-    ``weight_next`` how the next one counts where that is not by its samples. ``priority`` is the
+    ``weight_next`` how the next one counts where that is not by its samples, ``in_pieces`` whether
+    several forwards make one batch now. ``priority`` is the
     exchange of gradients where it is by priority. ``plan`` is that part of ``whole_plan`` which the
     ranks of this host train by where hosts train apart; ``apart`` is then what they average, and
     ``control`` of this host while ``everyone`` is of all.
@@ -129,10 +130,11 @@ class Run:
         self._guard: Guard | None = None
         self.late_parameters: LateParameters | None = None
         self.weight_next: Weight | None = None
+        self.in_pieces = False
         self._micro_batches = MicroBatchCheck(plan)
         self.local_batches = LocalBatchCheck(whole_plan, world.rank)
         self._number = 0
-        self._buffers: list[Tensor] = []
+        self._buffers: list[BufferPlace] = []
         self._all_params: list[GradParam] = []
         self._trainable: list[bool] = []
         self._gradients: GradientSynchroniser | None = None
@@ -147,7 +149,7 @@ class Run:
         # Weak: else no run, with its model, would end before the process.
         atexit.register(_let_finish, weakref.ref(self))
 
-    def start(self, params: Sequence[GradParam], buffers: list[Tensor]) -> None:
+    def start(self, params: Sequence[GradParam], buffers: list[BufferPlace]) -> None:
         """Takes over the parameters (in the order in which backward finishes them) and the buffers
         that follow rank 0's.
         """
@@ -346,7 +348,7 @@ class Run:
         self.redistribution_cache.begin()
         if grad and model.training and self.synchronise:
             doing = f"the buffers of forward {self._number}"
-            broadcast(self._buffers, self.world.statistics[1], self.watch, doing)
+            broadcast(tensors_at(self._buffers), self.world.statistics[1], self.watch, doing)
         return forward
 
     def _new_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Forward:

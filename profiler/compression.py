@@ -79,7 +79,7 @@ def part_codings(gradient: Tensor) -> Iterator[Coding]:
     message = pack(gradient.clone(), torch.zeros_like(gradient))
     yield Coding(
         "int8",
-        lambda: pack(rounded, residual),
+        lambda: pack(rounded, residual, on_stream=gradient.is_cuda),
         lambda: add_up([message] * PEERS, average),
         _nothing,
     )

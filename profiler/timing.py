@@ -213,6 +213,7 @@ def _update_s(parameters: Sequence[nn.Parameter], step: Callable[[], object], ro
 
 def timed_s(work: Callable[[], object], device: torch.device) -> float:
     """Seconds until what ``work`` does has been done on the device."""
+    synchronise(device)  # what is still going on there does not count
     start = time.perf_counter()
     work()
     synchronise(device)

@@ -78,10 +78,13 @@ def publish(folder: Path, step: int) -> None:
     """Makes what was written the checkpoint of that step: from now on it is found."""
     written, final = writing_folder(folder, step), folder / step_name(step)
     sync(written)
-    if final.exists():  # a damaged one, that was not gone on from
-        _remove(final)
+    # One that was damaged, or the same step saved again. Removing it may take long: it is only out
+    # of sight until the new one is there.
+    gone = _put_away(final) if final.exists() else None
     written.rename(final)
     sync(folder)
+    if gone is not None:
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def remove_older(folder: Path, step: int, keep: int) -> None:
@@ -92,10 +95,13 @@ def remove_older(folder: Path, step: int, keep: int) -> None:
 
 def _remove(checkpoint: Path) -> None:
     # Out of sight first: half of a checkpoint must not look like one.
+    shutil.rmtree(_put_away(checkpoint), ignore_errors=True)
+
+
+def _put_away(checkpoint: Path) -> Path:
     gone = checkpoint.with_name(f"{_GONE}{checkpoint.name}")
     shutil.rmtree(gone, ignore_errors=True)
-    checkpoint.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    return checkpoint.rename(gone)
 
 
 def discard(folder: Path, step: int) -> None:

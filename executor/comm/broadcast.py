@@ -1,7 +1,7 @@
 """Rank 0's tensors to all ranks, several in one message."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,23 @@ def broadcast(
                 torch._foreach_copy_(batch, packing._unflatten_dense_tensors(flat, batch))
 
 
-def changing_buffers(model: nn.Module, *, statistics: bool) -> list[Tensor]:
+class BufferPlace(NamedTuple):
+    """Where a module has a buffer: a forward may put another tensor there."""
+
+    buffers: dict[str, Tensor | None]
+    name: str
+
+
+def tensors_at(places: Iterable[BufferPlace]) -> list[Tensor]:
+    """The buffers that are there now."""
+    found = (place.buffers.get(place.name) for place in places)
+    return [buffer for buffer in found if buffer is not None]
+
+
+def changing_buffers(model: nn.Module, *, statistics: bool) -> list[BufferPlace]:
     """The buffers that training may change; ``statistics`` tells whether those of batch
     normalisation are included."""
-    found: dict[int, Tensor] = {}
+    found: dict[int, BufferPlace] = {}
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not statistics:
             continue
@@ -49,5 +62,5 @@ def changing_buffers(model: nn.Module, *, statistics: bool) -> list[Tensor]:
             # What is not saved with the model (masks, tables of angles) can be computed anew, by
             # definition, and so is the same on all ranks anyway.
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[id(buffer)] = buffer
+                found[id(buffer)] = BufferPlace(module._buffers, name)
     return list(found.values())

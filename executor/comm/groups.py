@@ -336,13 +336,30 @@ def _make_group(
             # By every rank, member or not: torch makes a group on all ranks or hangs.
             with computing_first():
                 known[key] = dist.new_group(sorted(ranks), timeout=limit, backend=backend)
+            if rank in ranks and _carries(known[key], device, backend):
+                _connect(known[key], device)
         if rank in ranks:
-            handle, on_stream = known.get(key), False
-            if handle is not None and backend != CONTROL_BACKEND and device.type == "cuda":
-                on_stream = DEVICE_BACKEND in str(dist.get_backend_config(handle))
+            handle = known.get(key)
+            on_stream = handle is not None and _carries(handle, device, backend)
             where = device if on_stream else torch.device("cpu")
             mine = Group(ranks, ranks.index(rank), handle, label, on_stream, where)
     return mine
+
+
+def _carries(handle: dist.ProcessGroup, device: torch.device, backend: str | None) -> bool:
+    """Whether the device's streams carry what goes over a group made for that backend."""
+    if backend == CONTROL_BACKEND or device.type != "cuda":
+        return False
+    return DEVICE_BACKEND in str(dist.get_backend_config(handle))
+
+
+def _connect(handle: dist.ProcessGroup, device: torch.device) -> None:
+    """Makes a new group's communicator. Collective in it."""
+    # NCCL makes it with the first collective, for which the host waits: in a first backward ranks
+    # may come to such waits in ways that never meet. And its memory is to be taken before it is
+    # looked whether a plan has room.
+    dist.all_reduce(torch.zeros(1, device=device), group=handle)
+    torch.cuda.synchronize(device)
 
 
 @contextmanager

@@ -65,9 +65,10 @@ def message_bytes(numel: int) -> int:
     return numel + torch.float32.itemsize * ceil(numel / INT8_BLOCK)
 
 
-def pack(values: Tensor, residual: Tensor) -> Tensor:
+def pack(values: Tensor, residual: Tensor, *, on_stream: bool = False) -> Tensor:
     """The message of flat ``values`` and the ``residual`` of those before, in which what this one
-    leaves is put. Values are not needed after that, and changed."""
+    leaves is put. Values are not needed after that, and changed. With ``on_stream`` the host does
+    not wait for what it launches."""
     count = values.numel()
     message = torch.empty(message_bytes(count), dtype=torch.uint8, device=values.device)
     for piece, numbers, scales in _pieces(message, count):
@@ -75,17 +76,17 @@ def pack(values: Tensor, residual: Tensor) -> Tensor:
         sent = quantize(total)
         numbers.copy_(sent.numbers)
         scales.copy_(sent.scales.to(torch.float32).view(-1, 1).view(torch.uint8))
-        _keep(total, sent, residual[piece])
+        _keep(total, sent, residual[piece], on_stream=on_stream)
     return message
 
 
-def _keep(total: Tensor, sent: Quantized, residual: Tensor) -> None:
+def _keep(total: Tensor, sent: Quantized, residual: Tensor, *, on_stream: bool) -> None:
     """Puts what was not ``sent`` of ``total`` into the residual, but for runs that are not finite:
     these show on all ranks, and must not stay for later steps."""
     # The largest elements of 16 bits may be rounded beyond what such a type has.
     finite = torch.isfinite(sent.scales * _MOST)
     stands_for = dequantize(sent, total.dtype)
-    if total.device.type == "cpu" and bool(finite.all()):  # a GPU's queue would be waited for
+    if not on_stream and bool(finite.all()):  # nearly always, and three times as quick
         torch.sub(total, stands_for, out=residual)
         return
     whole = finite.repeat_interleave(INT8_BLOCK, output_size=len(finite) * INT8_BLOCK)
@@ -151,4 +152,5 @@ class Int8GradGroup(LossyGradGroup):
             feedback.restore(empty_like(param).zero_())
         assert feedback.residual is not None
         values = flat(self.gradients[param])[one.elements]
-        one.gather(pack(values, flat(feedback.residual)[one.elements]))
+        kept = flat(feedback.residual)[one.elements]
+        one.gather(pack(values, kept, on_stream=param.group.on_stream))

@@ -335,7 +335,9 @@ class TopkGradGroup(LossyGradGroup):
             drop_what_overflowed(velocity, values, on_stream=param.group.on_stream)
         if velocity is not None and residual is not new:  # where it is, nothing was held before
             delayed = values != flat(new)[index].mul_(rate)
-            flat(velocity).index_fill_(0, index[delayed], 0)
+            # Not by a mask: on a GPU the host would wait to know how many there are.
+            left = torch.where(delayed, 0, flat(velocity)[index])
+            flat(velocity).index_copy_(0, index, left)
         return values, index
 
     def _new(self, param: GradParam, gradient: Tensor) -> tuple[Tensor, Tensor | None]:

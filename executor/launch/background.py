@@ -299,6 +299,8 @@ def _in_short_pieces(model: torch.nn.Module, device: torch.device) -> AbstractCo
     """On a GPU a stream of its own, and work in short pieces."""
     import torch
 
+    from ...models.opened import tensors_in
+
     if device.type != "cuda":  # the process's own priority does it all
         return nullcontext()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -308,10 +310,17 @@ def _in_short_pieces(model: torch.nn.Module, device: torch.device) -> AbstractCo
     def wait(*_: object) -> None:
         stream.synchronize()
 
+    # Hooks of tensors: those of a module's backward hand its output on as a view, which what
+    # follows may not change in place.
+    def forward_wait(_module: torch.nn.Module, _inputs: object, output: object) -> None:
+        wait()
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(wait)  # type: ignore[no-untyped-call]
+
     for module in model.modules():
         if not list(module.children()):
-            module.register_forward_hook(wait)
-            module.register_full_backward_hook(wait)
+            module.register_forward_hook(forward_wait)
     return torch.cuda.stream(stream)
 
 

@@ -6,7 +6,9 @@ torch's own ``SyncBatchNorm`` does this on accelerators only.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ...models.compiled import eager
+from ...models.compiled import eager, not_traced
 from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.errors import InputError
 from ..comm.groups import Group
@@ -42,6 +44,21 @@ class Statistics:
         return vector
 
 
+class _NormForward:
+    """Stands for the ``forward`` of a module that normalises; a copy of the module has its own."""
+
+    def __init__(self, module: _BatchNorm, forward: Callable[..., Any]) -> None:
+        self._module, self._forward, self._own = module, forward, module.forward
+
+    @not_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        copied = memo.get(id(self._module))
+        return MethodType(type(copied).forward, copied) if copied is not None else self._own
+
+
 def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) -> None:
     """Makes ``module`` normalise by the statistics of all samples in the statistics' group. Its own
     forward runs, as a subclass's may do more than normalise (timm's ``BatchNormAct2d`` activates
@@ -61,8 +78,9 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
                 result = original(*args, **kwargs)
         finally:
             # It has counted a batch, also where there was none: on idle ranks, or where it raised.
-            if not within.count and tracked is not None and before is not None:
-                tracked.copy_(before)
+            if tracked is not None and before is not None:
+                some = within.count
+                tracked.copy_(before if some is None else torch.where(some > 0, tracked, before))
         if within.count is None:
             raise InputError(
                 f"module {name!r} ({type(module).__name__}) normalises in a way of its own, not by "
@@ -71,7 +89,7 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
             )
         return result
 
-    module.forward = eager(forward)  # type: ignore[method-assign]
+    module.forward = _NormForward(module, eager(forward))  # type: ignore[method-assign]
 
 
 class _Intercepted(TorchFunctionMode):
@@ -81,7 +99,7 @@ class _Intercepted(TorchFunctionMode):
     def __init__(self, module: _BatchNorm, name: str, statistics: Statistics) -> None:
         super().__init__()
         self.module, self.name, self.statistics = module, name, statistics
-        self.count: float | None = None  # values of a channel, once something was normalised
+        self.count: Tensor | None = None  # values of a channel, once something was normalised
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
@@ -120,7 +138,7 @@ def tolerate_nothing(module: _BatchNorm) -> None:
         ones = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
         return F.batch_norm(x, ones, ones, module.weight, module.bias, eps=module.eps)
 
-    module.forward = forward  # type: ignore[method-assign, assignment]
+    module.forward = _NormForward(module, forward)  # type: ignore[method-assign]
 
 
 def norms_of(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -134,8 +152,9 @@ def _by_batch(module: _BatchNorm) -> bool:
 
 def _moments(
     x: Tensor, point: Tensor | None, statistics: Statistics, doing: str
-) -> tuple[float, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and biased variance of each channel over all ranks, in double precision."""
+    # None is asked for its value: on a GPU the host would wait for all that was computed before.
     channels = x.shape[1]
     with torch.no_grad():
         about = torch.zeros(channels, device=x.device) if point is None else point
@@ -151,14 +170,15 @@ def _moments(
             vector[1 : channels + 1] = n * offset
             vector[channels + 1 :] = n * (variance.double() + offset.square())
         statistics.sum(vector, doing)
-        total, offsets, squares = vector[0], vector[1 : channels + 1], vector[channels + 1 :]
-        count = float(total)
-        if count == 1:  # as torch says for one process
+        count, offsets, squares = vector[0], vector[1 : channels + 1], vector[channels + 1 :]
+        # As torch says for one process. With more values here there is more than one in all.
+        if n <= 1 and float(count) == 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.size()}"
             )
-        shift = offsets / max(count, 1.0)
-        return count, about + shift, (squares / max(count, 1.0) - shift.square()).clamp_min(0)
+        values = count.clamp_min(1)
+        shift = offsets / values
+        return count, about + shift, (squares / values - shift.square()).clamp_min(0)
 
 
 def _others(x: Tensor) -> list[int]:
@@ -167,18 +187,22 @@ def _others(x: Tensor) -> list[int]:
 
 
 @torch.no_grad()
-def _update(module: _BatchNorm, count: float, mean: Tensor, variance: Tensor) -> None:
+def _update(module: _BatchNorm, count: Tensor, mean: Tensor, variance: Tensor) -> None:
     """Running statistics as one process would keep them: with the unbiased variance. The batch has
     been counted."""
-    if not module.training or not module.track_running_stats or count == 0:
+    if not module.training or not module.track_running_stats:
         return
-    factor = module.momentum
-    if factor is None and module.num_batches_tracked is not None:
-        factor = 1.0 / float(module.num_batches_tracked)
-    if module.running_mean is not None and module.running_var is not None and factor is not None:
-        unbiased = variance * (count / (count - 1))
-        module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
-        module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
+    if module.momentum is not None:
+        factor = torch.full_like(count, module.momentum)
+    elif module.num_batches_tracked is not None:
+        factor = 1 / module.num_batches_tracked.to(count.dtype)
+    else:
+        return
+    factor = torch.where(count > 0, factor, 0)
+    if module.running_mean is not None and module.running_var is not None:
+        unbiased = variance * (count / (count - 1).clamp_min(1))
+        for running, new in ((module.running_mean, mean), (module.running_var, unbiased)):
+            running.lerp_(new.to(running.dtype), factor.to(running.dtype))
 
 
 class _Normalise(torch.autograd.Function):
@@ -191,7 +215,7 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        moments: tuple[float, Tensor, Tensor],
+        moments: tuple[Tensor, Tensor, Tensor],
         statistics: Statistics,
         name: str,
     ) -> Tensor:
@@ -217,7 +241,7 @@ class _Normalise(torch.autograd.Function):
         # Wanted alike on every rank, as all ranks have the same graph, so the sum meets.
         if ctx.needs_input_grad[0]:
             doing = f"batch statistics of {ctx.name!r}, backward"
-            all_g, all_gx = (ctx.statistics.sum(sums, doing) / max(ctx.count, 1.0)).chunk(2)
+            all_g, all_gx = (ctx.statistics.sum(sums, doing) / ctx.count.clamp_min(1)).chunk(2)
             slope = (all_gx * inverse.square()).to(x.dtype).view(shape)
             scale = inverse if weight is None else inverse * weight.double()
             into_x = gradient - all_g.to(x.dtype).view(shape) - centred * slope

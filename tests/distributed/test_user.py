@@ -597,6 +597,94 @@ def copies_are_plain(rank: int) -> None:
         copy.deepcopy(divided)
 
 
+def parts_are_copied_plain(rank: int) -> None:
+    for statistics in ("local", "global"):
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 3))
+        chosen = plan(2)
+        goal = msgspec.structs.replace(chosen.goal, batch_statistics=statistics)
+        apply(model.double(), None, msgspec.structs.replace(chosen, goal=goal))
+        model(part(rank, [2, 2])[0]).sum().backward()
+        teacher = copy.deepcopy(model[0])
+        again = copy.deepcopy(teacher)
+        before = model[0][1].running_mean.clone()
+        with torch.no_grad():
+            for copied_part in (teacher, again):
+                copied_part[1].weight.zero_()
+        if rank == 0:  # alone, so nothing in it is collective
+            assert not teacher(data(3)[0]).any()
+            assert not torch.equal(teacher[1].running_mean, before)
+            teacher.eval()
+            kept = teacher[1].running_mean.clone()
+            assert not teacher(data(5)[0]).any()
+            assert torch.equal(teacher[1].running_mean, kept)
+            assert not again(data(3)[0]).any()
+        assert torch.equal(model[0][1].running_mean, before)
+
+
+class Remembers(nn.Module):
+    """Puts a new tensor where its buffer was, as moving averages often do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = 0.5 * self.seen + x.mean(0)
+        return self.linear(x)
+
+
+def buffers_assigned_anew_follow_rank_zero(rank: int) -> None:
+    model = Remembers().double()
+    apply(model, None, plan(2))
+    expected = torch.ones(4, dtype=torch.float64)
+    for _ in range(3):  # rank 0 sees nothing but zeros, and every forward begins with what it has
+        x = torch.full((2, 4), float(rank), dtype=torch.float64)
+        model(x).sum().backward()
+        expected = 0.5 * expected
+        assert torch.equal(model.seen, expected + rank)
+
+
+def a_gradient_is_weighted_once_by_each_model(rank: int) -> None:
+    torch.manual_seed(3)
+    generator, judge = (nn.Linear(4, 4).double() for _ in range(2))
+    pair = twin(generator), twin(judge)
+    for model in (generator, judge):
+        apply(model, None, plan(2))
+    for counts in ([3, 1], [2, 0]):
+        x, whole = part(rank, counts)[0], data(sum(counts))[0]
+        # The judge twice, as a recurrent model is called on what it has returned.
+        judge(judge(generator(x))).square().mean(1).mean().backward()
+        pair[1](pair[1](pair[0](whole))).square().mean(1).mean().backward()
+        for model, alone in zip((generator, judge), pair, strict=True):
+            close(gradients(model), gradients(alone))
+            model.zero_grad()
+            alone.zero_grad()
+
+
+def counts_of_pieces_are_for_micro_batches(rank: int) -> None:
+    model = net()
+    alone = twin(model)
+    apply(model, None, plan(2))
+    batch, (whole, labels) = part(rank, [4, 4]), data(8)
+    labels[:3] = -100
+    own = labels[4 * rank : 4 * rank + 4]
+    for inputs, _ in micro_batches(model, batch, 2):
+        model(inputs).sum().backward()
+        with pytest.raises(InputError, match="counts="):
+            loss_weight(1, model)
+    model.zero_grad()
+    tokens = [int((part != -100).sum()) for part in own.split(2)]
+    pieces = micro_batches(model, (batch[0], own), 2, counts=tokens)
+    for inputs, target in pieces:
+        F.cross_entropy(model(inputs), target).nan_to_num().backward()
+    F.cross_entropy(alone(whole), labels).backward()
+    close(gradients(model), gradients(alone))
+    for inputs, target in micro_batches(model, (batch[0], own), 1):  # one piece is a batch
+        F.cross_entropy(model(inputs), target)
+        loss_weight(1, model)
+
+
 def is_freed_with_its_model(rank: int) -> None:
     """Process groups keep threads and sockets: a model that is dropped takes its own along."""
     for chosen in both(2):
@@ -718,6 +806,10 @@ CHECKS = [
     describes_slices,
     loss_inside_the_model,
     copies_are_plain,
+    parts_are_copied_plain,
+    buffers_assigned_anew_follow_rank_zero,
+    a_gradient_is_weighted_once_by_each_model,
+    counts_of_pieces_are_for_micro_batches,
     is_freed_with_its_model,
     says_what_is_wrong,
     checks_each_optimizer,

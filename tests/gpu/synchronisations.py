@@ -18,6 +18,7 @@ import meshwright
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 ASKING = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__",
           "nonzero", "masked_select", "unique", "equal")  # fmt: skip
@@ -26,6 +27,8 @@ FUNCTIONS = ("nonzero", "masked_select", "unique", "equal", "allclose")
 OPERATORS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero",
              "aten.equal")  # fmt: skip
 """The same where operators ask for it themselves."""
+MASKED = ("aten.index", "aten.index_put", "aten.index_put_")
+"""Those where they are given a mask, which they count."""
 MAKING = ("tensor", "empty", "zeros", "ones", "full", "as_tensor", "empty_like", "zeros_like")
 ROOT = Path(meshwright.__file__).parent
 
@@ -39,8 +42,11 @@ class _Operators(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = str(func).rsplit(".", 1)[0]
-        if name in OPERATORS:
-            self.note(name, args)
+        masked = name in MASKED and any(
+            isinstance(part, Tensor) and part.dtype == torch.bool for part in tree_leaves(args[1])
+        )
+        if name in OPERATORS or masked:
+            self.note(name, args[:1])
         return func(*args, **(kwargs or {}))
 
 
@@ -94,7 +100,9 @@ def counted() -> Iterator[list[str]]:
         def make(*args: Any, **kwargs: Any) -> Any:
             found = before(*args, **kwargs)
             like = args and isinstance(args[0], Tensor) and is_hosts(args[0])
-            if str(kwargs.get("device")) == "cpu" or like:
+            # By name: what is made where another tensor is, ``device=x.device``, is not the host's.
+            named = isinstance(kwargs.get("device"), str) and kwargs["device"] == "cpu"
+            if named or like:
                 hosts.append(found)
             return found
 

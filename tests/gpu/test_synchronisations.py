@@ -134,4 +134,8 @@ def test_what_asks_is_counted() -> None:
         if tensor.any():
             tensor.nonzero()
         float(tensor[0])
-    assert [place.split()[0] for place in places] == ["item", "__bool__", "nonzero", "__float__"]
+        torch.zeros(2, device=tensor.device).tolist()  # where another is, not by the host's name
+        tensor[tensor > 0]
+        tensor[torch.tensor([0])]
+    names = [place.split()[0] for place in places]
+    assert names == ["item", "__bool__", "nonzero", "__float__", "tolist", "aten.index"]

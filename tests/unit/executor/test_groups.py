@@ -38,6 +38,7 @@ def test_sockets_are_for_control_and_for_tensors_of_the_host(
     on_stream: bool,
 ) -> None:
     made: list[str | None] = []
+    connected: list[Handle] = []
 
     def new_group(ranks: list[int], backend: str | None = None, **_: Any) -> Handle:
         made.append(backend)
@@ -46,6 +47,7 @@ def test_sockets_are_for_control_and_for_tensors_of_the_host(
     def config(handle: Handle | None = None) -> str:
         return handle.config if handle is not None else default
 
+    monkeypatch.setattr(groups, "_connect", lambda handle, device: connected.append(handle))
     monkeypatch.setattr(groups.dist, "new_group", new_group)
     monkeypatch.setattr(groups.dist, "get_backend_config", config)
     monkeypatch.setattr(groups.dist, "get_rank", lambda: 0)
@@ -62,3 +64,7 @@ def test_sockets_are_for_control_and_for_tensors_of_the_host(
     for group in (*world.gradients.values(), *world.redistribution.values()):
         assert group.on_stream == on_stream
         assert group.device == (device if on_stream else CPU)
+    # Each communicator of this rank is made at once, before memory is looked at and steps begin.
+    own = [*world.gradients.values(), *world.redistribution.values(), *world.unshards.values()]
+    assert all((group.handle in connected) == on_stream for group in own)
+    assert len(set(map(id, connected))) == len(connected)
