@@ -31,6 +31,7 @@ from .values import whole
 
 
 def verify(
+    context: typer.Context,
     plan_file: options.PlanFile,
     dtype: Annotated[str, typer.Option(help="float64, float32, or own: the plan's.")] = "float64",
     batch: Annotated[
@@ -49,6 +50,10 @@ def verify(
     from .. import api
 
     check_out(out_)
+    given = given_options(context)
+    for name in sorted(given & ({"seeds"} if steps is None else {"dtype", "batch"})):
+        where = "without" if steps is None else "with"
+        raise InputError(f"{option(name)} says nothing {where} --steps: leave one of them out")
     made = load(Plan, plan_file, "PLAN")
     if steps is not None:
         losses = api.compare_losses(made, steps=steps, seeds=seeds, timeout_s=timeout)

@@ -305,12 +305,29 @@ def less_than(plan: Plan) -> int:
 
 
 def command(plan: Plan, limit_bytes: int, micro_batches: Iterable[int] = (1, 2, 4, 8)) -> str:
-    """The command that plans the same within a limit."""
+    """What plans the same within a limit: a command, or the call where the model is an object of a
+    script, of which no command knows."""
+    from ..models.zoo.catalogue import is_known
+
     counts = sorted({*micro_batches, *plan.goal.micro_batches})
+    limit = max(limit_bytes, MIB) // MIB
+    if ":" not in plan.target and not is_known(plan.target):
+        return (
+            f"auto_parallelize(..., memory_limit_bytes={limit} * 2**20, "
+            f"micro_batches={tuple(counts)})"
+        )
+    goal, more = plan.goal, ""
+    if plan.precision is not None:
+        more += f" --precision {plan.precision}"
+    if goal.batch_statistics != "local":
+        more += f" --batch-statistics {goal.batch_statistics}"
+    if goal.allow_lossy:
+        more += " --allow-lossy"
+        more += f" --min-fidelity {goal.min_fidelity:g}" if goal.min_fidelity < 1 else ""
     return (
-        f"meshwright plan {plan.target} --cluster CLUSTER --batch {plan.goal.batch} "
-        f"--optimizer {plan.goal.optimizer} --micro-batches {','.join(map(str, counts))} "
-        f"--memory-limit {max(limit_bytes, MIB) // MIB}MiB"
+        f"meshwright plan {plan.target} --cluster CLUSTER --batch {goal.batch} "
+        f"--optimizer {goal.optimizer} --micro-batches {','.join(map(str, counts))} "
+        f"--memory-limit {limit}MiB{more}"
     )
 
 

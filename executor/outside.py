@@ -217,10 +217,11 @@ class LateParameters:
                 )
 
 
-def tell_of_taken_gradients(optimizer: Optimizer, reference: weakref.ref[Run]) -> None:
-    """Warns, once, of a step on gradients that nobody has exchanged: ``torch.autograd.grad`` has
-    gone through the model since the last backward, and parameters have some. The run is referred
-    to weakly: an optimizer may be there for longer than its model."""
+def tell_of_unexchanged_gradients(optimizer: Optimizer, reference: weakref.ref[Run]) -> None:
+    """Warns, once, of a step on gradients that nobody has exchanged: all backwards since the last
+    step were inside ``no_sync``, or ``torch.autograd.grad`` has gone through the model since the
+    last backward, and parameters have some. The run is referred to weakly: an optimizer may be
+    there for longer than its model."""
     warned = False
 
     def stepped(used: Optimizer) -> None:
@@ -228,19 +229,23 @@ def tell_of_taken_gradients(optimizer: Optimizer, reference: weakref.ref[Run]) -
         run = reference()
         if run is None:
             return
-        if (
-            run.gradients.taken
-            and not warned
-            and any(p.grad is not None for p in parameters_of(used))
-        ):
-            warned = True
-            warnings.warn(
-                "the optimizer's step used gradients that no backward has made since the last one, "
+        how = None
+        if run.gradients.unexchanged:
+            how = (
+                "that were left unexchanged by no_sync: those are of this rank's samples only, and "
+                "ranks come to have different parameters: make the last backward before each step "
+                "outside of no_sync"
+            )
+        elif run.gradients.taken:
+            how = (
+                "that no backward has made since the last one, "
                 "while torch.autograd.grad has taken some: those are of this rank's samples only, "
                 "and ranks come to have different parameters: call loss.backward(), or average "
-                "what you set (torch.distributed.all_reduce), weighted by the samples of each rank",
-                stacklevel=2,
+                "what you set (torch.distributed.all_reduce), weighted by the samples of each rank"
             )
+        if how and not warned and any(p.grad is not None for p in parameters_of(used)):
+            warned = True
+            warnings.warn(f"the optimizer's step used gradients {how}", stacklevel=2)
         run.gradients.taken = False
 
     after_each_step((), optimizer, stepped)

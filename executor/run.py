@@ -66,7 +66,7 @@ from .outside import (
     Guard,
     KeptResults,
     LateParameters,
-    tell_of_taken_gradients,
+    tell_of_unexchanged_gradients,
     watch_others,
 )
 from .redistribution.bursts import Bursts
@@ -263,7 +263,7 @@ class Run:
         watch_others(model, optimizer, tell=first)
         self.late_parameters = LateParameters(model.parameters())
         if optimizer is not None and first:
-            tell_of_taken_gradients(optimizer, weakref.ref(self))
+            tell_of_unexchanged_gradients(optimizer, weakref.ref(self))
 
     def train_apart(self, local: LocalSteps, optimizer: Optimizer) -> None:
         """From now on hosts average what they have learnt as ``local`` says."""

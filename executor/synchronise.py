@@ -124,6 +124,11 @@ class GradientSynchroniser:
             self._watch.post(f"is in backward after forward {forward.announce().number}")
         Variable._execution_engine.queue_callback(self._finish)
 
+    @property
+    def unexchanged(self) -> bool:
+        """Whether backwards were left unexchanged (``no_sync``), and none has exchanged since."""
+        return self._backwards > 0
+
     def _ready(self, param: GradParam) -> None:
         self._begin(self._latest())
         self._changed.add(param)

@@ -11,11 +11,13 @@ import socket
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..executor.comm.agreement import every_rank_tells, rank_zero_decides, together
 from ..executor.comm.setups import device_name, software
@@ -243,11 +245,36 @@ def _profile_key(
     how = (
         workload.precision or surrounding_precision(device), switches,
         torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, compiled,
+        _code_of(model, workload.loss),
     )  # fmt: skip
     together = (hosts,) if hosts else ()
     return _digest(
         "profile", workload.name, repr(model), parameters, inputs, batches, where, how, *together
     )
+
+
+def _code_of(model: nn.Module, loss: Callable[..., Any]) -> list[object]:
+    """What the modules' forwards and the loss do, so that a profile is made anew where one was
+    edited. What these call further on is not looked at."""
+    forwards = {type(module): module.forward for module in model.modules()}
+    return [_compiled_code(function) for function in (*forwards.values(), loss)]
+
+
+def _compiled_code(function: Any) -> object:
+    code = function if isinstance(function, CodeType) else None
+    while code is None and function is not None:
+        code = getattr(function, "__code__", None)
+        inner = getattr(function, "func", None)  # of a partial
+        function = getattr(function, "__func__", getattr(function, "__wrapped__", inner))
+    if code is None:
+        return None
+    return code.co_code.hex(), code.co_names, list(map(_constant, code.co_consts))
+
+
+def _constant(value: object) -> object:
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))  # sets of texts have another order in each process
+    return _compiled_code(value) if isinstance(value, CodeType) else repr(value)
 
 
 def _smallest(workload: Workload) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import meshwright as mw
@@ -245,6 +246,31 @@ def test_gradients_that_are_set_are_told_of_once(ranks):
     said, other = ranks(2)(sets_gradients)
     assert len(said) == 1
     assert said[0].startswith("set: the optimizer's step used gradients that no backward has made")
+    assert other == []
+
+
+def steps_in_no_sync(rank: int) -> list[str]:
+    """What is said where the last batches of an epoch are too few to be exchanged."""
+    model = Keeping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    apply(model, optimizer, plan_by_hand(2, (WHOLE,)))
+    batch, said = make_batch(2), []
+    for exchanged in ((False, True), (True,), (False,), (False,)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for exchanges in exchanged:
+                with nullcontext() if exchanges else model.no_sync():
+                    F.cross_entropy(model(*batch.args), batch.target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        said += [f"{exchanged}: {warning.message}" for warning in caught]
+    return said
+
+
+def test_a_step_on_what_no_sync_has_left_is_told_of_once(ranks):
+    said, other = ranks(2)(steps_in_no_sync)
+    assert len(said) == 1
+    assert said[0].startswith("(False,): the optimizer's step used gradients that were left")
     assert other == []
 
 

@@ -443,6 +443,12 @@ def test_what_the_executor_cannot_run_is_refused_by_name(meshwright, plan_file, 
         refused(meshwright(verb, plan_file), 2, repr(unit.name), "leaves ranks idle")
 
 
+def test_options_of_verify_that_would_say_nothing(meshwright, plan_file):
+    refused(meshwright("verify", plan_file, "--seeds", 5), 2, "--seeds", "without --steps")
+    done = meshwright("verify", plan_file, "--steps", 9, "--dtype", "float32")
+    refused(done, 2, "--dtype", "with --steps")
+
+
 # -- memory -----------------------------------------------------------------------------------
 
 

@@ -178,3 +178,18 @@ def test_torch_s_own_error_is_known():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert overflowed(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "goal", "says"),
+    [
+        ("Net", None, {}, "auto_parallelize(..., memory_limit_bytes=64 * 2**20, micro_batches=(1"),
+        ("vgg16", None, {}, "meshwright plan vgg16 --cluster CLUSTER --batch 32 "),
+        ("own.py:net", "bf16", {"batch_statistics": "global"}, " --precision bf16 --batch-stat"),
+        ("vgg16", None, {"allow_lossy": True}, "--memory-limit 64MiB --allow-lossy"),
+    ],
+)
+def test_what_makes_a_plan_that_needs_less_is_for_the_same_training(target, precision, goal, says):
+    made = make_plan(chain_profile([linear("a")]), cluster(2), Goal(batch=32, **goal))
+    made = msgspec.structs.replace(made, target=target, precision=precision)
+    assert says in headroom.command(made, 64 * 2**20)

@@ -9,7 +9,7 @@ from meshwright.models.failing import failing_module, raised_outside
 from meshwright.models.target import try_out
 from meshwright.models.units.trace import record
 from meshwright.profiler.model import profile
-from meshwright.profiler.sessions import _profile_key
+from meshwright.profiler.sessions import _constant, _profile_key
 from torch import nn
 from torch.nn import functional as F
 
@@ -63,6 +63,43 @@ def test_an_estimate_counts_sizes_that_the_model_takes(picky):
 def test_a_profile_is_found_again_whatever_sizes_batches_have():
     key = _profile_key(of(make=make_fours), None, torch.device("cpu"))
     assert key == _profile_key(of(make=make_fours), None, torch.device("cpu"))
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return self.linear(x) if x.ndim in {1, 2} else x
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+def test_a_profile_is_made_anew_where_the_code_was_edited(monkeypatch):
+    cpu = torch.device("cpu")
+
+    def key(loss=F.cross_entropy):
+        return _profile_key(of(Twice(), nn.Linear(8, 3), loss=loss), None, cpu)
+
+    before = key()
+    assert key() == before
+    assert key(lambda output, target: 2 * F.cross_entropy(output, target)) != before
+    monkeypatch.setattr(Twice, "forward", lambda self, x: self.linear(self.linear(x)))
+    assert key() != before
+
+
+def test_the_order_of_a_set_in_the_code_does_not_matter():
+    """It is another in each process, and a profile would never be found again."""
+
+    def chosen(name):
+        return name in {"alpha", "beta", "gamma", "delta"}
+
+    def values(kind):
+        (found,) = (c for c in chosen.__code__.co_consts if isinstance(c, frozenset))
+        assert len(found) == 4
+        return _constant(kind(found))
+
+    assert values(frozenset) == values(lambda found: frozenset(sorted(found, reverse=True)))
+    assert values(frozenset) == ["'alpha'", "'beta'", "'delta'", "'gamma'"]
 
 
 def test_all_sizes_refused_is_told_with_the_first():
