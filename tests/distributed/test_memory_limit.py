@@ -276,7 +276,7 @@ def accounts_for_what_it_held(rank: int) -> None:
     workload = models.build("mlp")
     found = discover(workload.model, workload.make_batch(3), workload.make_batch(2))
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)
-    plan = plan_for(found, 2)
+    plan = msgspec.structs.replace(plan_for(found, 2), target="mlp")
     apply(workload.model, optimizer, plan)
     size = sum(p.nbytes for p in workload.model.parameters())
     batch = workload.make_batch(8)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import meshwright as mw
@@ -215,6 +216,15 @@ def test_a_parameter_that_comes_late_is_refused(ranks):
     ranks(2)(grows)
 
 
+@contextmanager
+def noted(said: list[str], when: str) -> Iterator[None]:
+    """Adds to what is ``said`` the warnings of what is done inside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    said += [f"{when}: {warning.message}" for warning in caught]
+
+
 def sets_gradients(rank: int) -> list[str]:
     """What is said of a step on gradients that were taken and set, after one of a penalty on them
     and one of a backward."""
@@ -225,8 +235,7 @@ def sets_gradients(rank: int) -> list[str]:
     batch = make_batch(2)
     said: list[str] = []
     for way in ("penalty", "backward", "set", "set"):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with noted(said, way):
             loss = F.cross_entropy(model(*batch.args), batch.target)
             if way == "backward":
                 loss.backward()
@@ -238,7 +247,6 @@ def sets_gradients(rank: int) -> list[str]:
                     parameter.grad = gradient if way == "set" else parameter.grad
             optimizer.step()
             optimizer.zero_grad()
-        said += [f"{way}: {warning.message}" for warning in caught]
     return said
 
 
@@ -254,16 +262,15 @@ def steps_in_no_sync(rank: int) -> list[str]:
     model = Keeping()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     apply(model, optimizer, plan_by_hand(2, (WHOLE,)))
-    batch, said = make_batch(2), []
+    batch = make_batch(2)
+    said: list[str] = []
     for exchanged in ((False, True), (True,), (False,), (False,)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with noted(said, str(exchanged)):
             for exchanges in exchanged:
                 with nullcontext() if exchanges else model.no_sync():
                     F.cross_entropy(model(*batch.args), batch.target).backward()
             optimizer.step()
             optimizer.zero_grad()
-        said += [f"{exchanged}: {warning.message}" for warning in caught]
     return said
 
 
