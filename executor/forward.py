@@ -186,12 +186,11 @@ def unscale_inputs(inputs: Any, forward: Forward) -> Any:
     forward's factor: what computed them (another model with a plan, the same one before) has a
     factor of its own, and a gradient must not be weighted once for each that it crosses."""
 
-    def unscale(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            return _Unscale.apply(leaf, forward)  # type: ignore[no-untyped-call]
-        return leaf
+    def computed(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.grad_fn is not None
 
-    leaves = leaves_in(inputs)
-    if not any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
-        return inputs
-    return mapped(inputs, unscale)
+    def unscale(leaf: Any) -> Any:
+        return _Unscale.apply(leaf, forward) if computed(leaf) else leaf  # type: ignore[no-untyped-call]
+
+    # Nearly all are data, which are handed on as they are.
+    return mapped(inputs, unscale) if any(map(computed, leaves_in(inputs))) else inputs

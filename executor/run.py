@@ -86,10 +86,10 @@ class Run:
 
     ``synchronise`` is False inside ``no_sync``. ``forward`` is the forward that ran last,
     ``weight_next`` how the next one counts where that is not by its samples, ``in_pieces`` whether
-    several forwards make one batch now. ``priority`` is the
-    exchange of gradients where it is by priority. ``plan`` is that part of ``whole_plan`` which the
-    ranks of this host train by where hosts train apart; ``apart`` is then what they average, and
-    ``control`` of this host while ``everyone`` is of all.
+    several forwards make one batch now. ``priority`` is the exchange of gradients where it is by
+    priority. ``plan`` is that part of ``whole_plan`` which the ranks of this host train by where
+    hosts train apart; ``apart`` is then what they average, and ``control`` of this host while
+    ``everyone`` is of all.
     """
 
     def __init__(

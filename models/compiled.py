@@ -309,8 +309,16 @@ class CompiledForward:
             self.module.forward = self._own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        copied = memo.get(id(self.module))
-        return MethodType(type(copied).forward, copied) if copied is not None else self.eager
+        return forward_of_copy(self.module, memo, self.eager)
+
+
+def forward_of_copy(
+    module: nn.Module, memo: dict[int, Any], otherwise: Callable[..., Any]
+) -> Callable[..., Any]:
+    """For ``__deepcopy__`` of what stands for the ``forward`` of ``module``: that of the class, for
+    the module's copy; ``otherwise`` where the module is not copied with it."""
+    copied = memo.get(id(module))
+    return MethodType(type(copied).forward, copied) if copied is not None else otherwise
 
 
 class CompiledRegions:

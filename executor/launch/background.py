@@ -299,10 +299,10 @@ def _in_short_pieces(model: torch.nn.Module, device: torch.device) -> AbstractCo
     """On a GPU a stream of its own, and work in short pieces."""
     import torch
 
-    from ...models.opened import tensors_in
-
     if device.type != "cuda":  # the process's own priority does it all
         return nullcontext()
+    from ...models.opened import tensors_in
+
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     # A stopped process's kernels that are queued already would still run, so no more than one

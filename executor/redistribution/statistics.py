@@ -8,7 +8,6 @@ torch's own ``SyncBatchNorm`` does this on accelerators only.
 import inspect
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ...models.compiled import eager, not_traced
+from ...models.compiled import eager, forward_of_copy, not_traced
 from ...planner.cost.collectives import ring_bytes
 from ...planner.schema.errors import InputError
 from ..comm.groups import Group
@@ -55,8 +54,7 @@ class _NormForward:
         return self._forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        copied = memo.get(id(self._module))
-        return MethodType(type(copied).forward, copied) if copied is not None else self._own
+        return forward_of_copy(self._module, memo, self._own)
 
 
 def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) -> None:

@@ -93,14 +93,9 @@ def test_parts_that_are_sent_to_each_peer_cross_a_link_that_ranks_share():
     """Each of two ranks of a host sends both of the other host a quarter; NCCL's ring, which adds
     up what is not rounded, enters the host once with three."""
     described = cluster(2, devices=2, inter=RATE, intra=1e15, latency_s=0.0)
-    devices = [msgspec.structs.replace(node.devices[0], name="cpu") for node in described.nodes]
-    on_cpus = msgspec.structs.replace(
-        described,
-        nodes=tuple(
-            msgspec.structs.replace(node, devices=(device,) * 2)
-            for node, device in zip(described.nodes, devices, strict=True)
-        ),
-    )
+    cpus = (msgspec.structs.replace(described.nodes[0].devices[0], name="cpu"),) * 2
+    nodes = tuple(msgspec.structs.replace(node, devices=cpus) for node in described.nodes)
+    on_cpus = msgspec.structs.replace(described, nodes=nodes)
     gathered_s = 3 / 4 * 40_000 / RATE
     for links, wire, scattered_s in (
         (described, "exact", 3 / 4 * 40_000 / RATE),
