@@ -59,7 +59,7 @@ from .planner.solve.request import (
     problem_of,
     shown,
 )
-from .planner.solve.solver import expand_pins, solve
+from .planner.solve.solver import check_solver, expand_pins, solve
 
 if TYPE_CHECKING:
     import torch
@@ -160,7 +160,7 @@ def plan(
     names: ranks get samples by their speed then (``Plan.local_batch_sizes``). Raises
     ``InputError``, and ``InfeasibleError`` where nothing fits.
     """
-    check_time_limit(time_limit_s)
+    _check_search(solver, time_limit_s)
     if profiles_of:
         check_names(profiles_of, cluster, "profile")  # before anything is measured
     problem = _problem(
@@ -172,6 +172,12 @@ def plan(
         problem = replace(problem, profile=joined)
     # Patterns in pins are of this profile's units: they are expanded once it is known.
     return _solved(expand_pins(problem), solver, time_limit_s)
+
+
+def _check_search(solver: str, time_limit_s: float | None) -> None:
+    """Refuses what cannot be searched with, before anything is measured."""
+    check_time_limit(time_limit_s)
+    check_solver(solver)
 
 
 def _solved(problem: Problem, solver: str, time_limit_s: float | None) -> Plan:
@@ -273,8 +279,7 @@ def sizes(
 ) -> Sizes:
     """Plans for clusters of so many ``ranks``, made of nodes like the given cluster's first; the
     global batch stays. ``time_limit_s`` is for each size, the rest as in ``plan``."""
-    # What cannot be is refused before anything is measured.
-    check_time_limit(time_limit_s)
+    _check_search(solver, time_limit_s)
     if not ranks:
         raise InputError("no cluster sizes to plan for: name at least one, such as 8")
     problem = _problem(what, cluster, goal, precision, **how)
@@ -295,7 +300,7 @@ def advise(
     device or one host by itself, plain data parallelism, the exact plan, gradients as bfloat16 or
     in part, local steps, twice the batch, half of the hosts. ``goal`` is as for an exact plan;
     ``time_limit_s`` is for each way, the rest as in ``plan``."""
-    check_time_limit(time_limit_s)
+    _check_search(solver, time_limit_s)
     problem = _problem(what, cluster, goal, precision, **how)
     return advice.advise(expand_pins(problem), solver, time_limit_s)
 
@@ -313,7 +318,7 @@ def front(
 ) -> Front:
     """The plans that no other beats in both step time and device-seconds, at most ``points`` of
     them. ``time_limit_s`` is for each search, the rest as in ``plan``."""
-    check_time_limit(time_limit_s)
+    _check_search(solver, time_limit_s)
     if points < 2:
         raise InputError(f"a front of {points} points has no two ends: ask for at least 2")
     problem = _problem(what, cluster, goal, precision, **how)

@@ -312,6 +312,11 @@ def profile(
     together: bool = False,
 ) -> ModelProfile:
     """See ``api.profile``."""
+    if ranks > 1 and device not in (None, local_device().type):
+        raise InputError(
+            f"{ranks} ranks measure at once on this machine's own devices, not on {device}: leave "
+            "--device (device) out, or --ranks (ranks)"
+        )
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
         # An unknown device is told before any work.
         datasheet(device)

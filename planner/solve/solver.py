@@ -58,6 +58,13 @@ def solvers() -> tuple[str, ...]:
     return tuple(_solvers)
 
 
+def check_solver(solver: str) -> None:
+    """Raises ``InputError`` for what is no solver's name, nor ``auto``."""
+    known = ("auto", *solvers())
+    if solver not in known:
+        raise InputError(f"there is no solver {solver!r}: choose from {', '.join(known)}")
+
+
 # [Note: Order of searches]
 # A policy that takes something from the user or that is only predicted to pay is tried last. So a
 # problem that leaves the schedule or sharding open becomes several problems, each allowed more than
@@ -108,13 +115,8 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
 def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -> Result:
     """``solve`` without local steps."""
     start = time.perf_counter()
-    _load()
-    name, reason = solver, "asked for"
-    if solver == "auto":
-        name, reason = _auto(problem)
-    if name not in _solvers:
-        known = ", ".join(["auto", *_solvers])
-        raise InputError(f"there is no solver {solver!r}: choose from {known}")
+    check_solver(solver)
+    name, reason = _auto(problem) if solver == "auto" else (solver, "asked for")
     _check(problem)
     problem = problem.placed()
     if time_limit_s is not None and problem.any_schedule:

@@ -195,6 +195,22 @@ def test_options_of_plan(meshwright, profile_file, cluster_file, options, words)
     refused(meshwright("plan", profile_file, "-c", cluster_file, *options), 2, *words)
 
 
+@pytest.mark.parametrize(("option", "given"), [("--solver", "magic"), ("--schedule", "fifo")])
+def test_how_to_search_is_refused_before_the_target_is_measured(
+    meshwright, factories, cluster_file, option, given
+):
+    """The target itself is wrong, which is noticed when it is tried."""
+    asked = "plan", "mine.py:number", "-c", cluster_file, "--batch", "8", option, given
+    refused(meshwright(*asked), 2, f"'{given}'", "choose from")
+
+
+@pytest.mark.parametrize("device", ["a100-sxm-40gb", "cuda:1"])
+def test_ranks_measure_on_this_machine(meshwright, tmp_path, device):
+    asked = "profile", "gpt-tiny", "--device", device, "--ranks", "2", "-o", "p.json"
+    refused(meshwright(*asked), 2, "2 ranks", device, "--ranks")
+    assert not (tmp_path / "p.json").exists()
+
+
 def test_unknown_verb(meshwright):
     refused(meshwright("plam"), 2, "'plam'", "'meshwright --help' lists commands")
 
