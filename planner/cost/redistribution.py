@@ -13,7 +13,7 @@ much as forward's.
 
 from collections.abc import Hashable, Sequence
 from math import lcm
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,9 @@ Reals = npt.NDArray[np.float64]
 Sides = Boxes | Sequence[Boxes]
 """The arrays lo, hi, left and right of boxes, of any common shape."""
 
-# Elements of the largest temporary array of ``traffic``: 32 MB of int64.
-MOST_ELEMENTS = 4_000_000
+# Elements of the largest temporary array of ``traffic``: 4 MiB of int64, which a processor's cache
+# holds.
+MOST_ELEMENTS = 2**19
 # Positions from which one pair of placements is counted node by node too: pair by pair, a thousand
 # positions take a tenth of a second for each.
 NODE_BY_NODE = 128
@@ -149,10 +150,10 @@ def traffic(
         pairs = [pair_traffic(fabric, counts, s, t, features) for s in sources for t in targets]
         shape = len(sources), len(targets)
         return Traffic(*(np.array(column).reshape(shape) for column in zip(*pairs, strict=True)))
-    owned = _side(counts, sources, features, starts)
+    owned, needed = (_side(counts, ends, features, starts) for ends in (sources, targets))
     step = max(MOST_ELEMENTS // max(len(sources) * len(counts), 1), 1)
     parts = [
-        _node_traffic(owned, _side(counts, targets[i : i + step], features, starts), starts)
+        _node_traffic(owned, needed.part(slice(i, i + step)), starts)
         for i in range(0, len(targets), step)
     ]
     return Traffic(*(np.concatenate(columns, axis=1) for columns in zip(*parts, strict=True)))
@@ -287,19 +288,44 @@ def _interface_elements(
 # two boxes: whole groups, and the first members of one more group.
 
 
+class _Intervals(NamedTuple):
+    """The different intervals of each placement's boxes along samples, or along features.
+
+    ``cuts`` are all of their ends, and one above all. ``begun`` [placement, n] is how many
+    intervals begin below ``cuts[n]``, ``ended`` how many end below it.
+    """
+
+    cuts: Positions
+    begun: Positions
+    ended: Positions
+
+
 class _Side(NamedTuple):
     """The placements of one side of the pairs.
 
     ``boxes`` [placement, 4, position]; ``before`` [placement, 4, box, end] are the two boxes that
     the positions before each node's start (and before the last one's end) hold together, and
     ``times`` [placement, box, end] how often they hold them; ``copies`` [placement] is how often
-    each element is held.
+    each element is held; ``samples`` and ``features`` are the intervals of the boxes.
     """
 
     boxes: Boxes
     before: Boxes
     times: Positions
     copies: Positions
+    samples: _Intervals
+    features: _Intervals
+
+    def part(self, which: slice) -> Self:
+        """Those placements."""
+        samples, features = (
+            each._replace(begun=each.begun[which], ended=each.ended[which])
+            for each in (self.samples, self.features)
+        )
+        return self._replace(
+            boxes=self.boxes[which], before=self.before[which], times=self.times[which],
+            copies=self.copies[which], samples=samples, features=features,
+        )  # fmt: skip
 
 
 def _side(
@@ -316,7 +342,20 @@ def _side(
         np.stack([sides for sides, _ in before]),
         np.stack([times for _, times in before]),
         np.array([p.layout.degree if p.form == "replicate" else 1 for p in placements]),
+        _intervals(tables, 0),
+        _intervals(tables, 2),
     )
+
+
+def _intervals(tables: Sequence[Boxes], low: int) -> _Intervals:
+    filled = [table[low : low + 2, volume(table) > 0] for table in tables]
+    different = [np.unique(each, axis=1) for each in filled]
+    above = np.iinfo(np.int64).max
+    cuts = np.unique(np.concatenate([*(each.ravel() for each in different), [above]]))
+    begun, ended = (
+        np.array([np.searchsorted(each[end], cuts) for each in different]) for end in (0, 1)
+    )
+    return _Intervals(cuts, begun, ended)
 
 
 def _boxes_before(
@@ -404,28 +443,13 @@ def _partners(others: _Side, mine: _Side, axis: int) -> Positions:
     overlapping ones are those that begin before the box's end less those that end by its begin.
     """
     count: Positions = others.copies[:, None, None]
-    for low in (0, 2):
-        edges = [side.boxes[:, low : low + 2].ravel() for side in (others, mine)]
-        cuts = np.unique(np.concatenate(edges))
-        begun, ended = _intervals_at(others, low, cuts)
-        top = np.searchsorted(cuts, mine.boxes[:, low + 1])
-        bottom = np.searchsorted(cuts, mine.boxes[:, low])
-        count = count * (begun[:, top] - ended[:, bottom])
+    for low, each in ((0, others.samples), (2, others.features)):
+        begun = np.searchsorted(each.cuts, mine.boxes[:, low + 1], side="left")
+        ended = np.searchsorted(each.cuts, mine.boxes[:, low], side="right")
+        count = count * (each.begun[:, begun] - each.ended[:, ended])
     filled = volume(np.moveaxis(mine.boxes, 1, 0)) > 0
     count = count * filled[None]
     return count if axis == 0 else np.moveaxis(count, 0, 1)
-
-
-def _intervals_at(side: _Side, low: int, cuts: Positions) -> tuple[Positions, Positions]:
-    """For each placement and cut, how many of its different intervals begin below the cut, and how
-    many end at it or below."""
-    begun = np.zeros((len(side.boxes), len(cuts)), dtype=np.int64)
-    ended = np.zeros_like(begun)
-    for i, table in enumerate(side.boxes):
-        intervals = np.unique(table[low : low + 2, volume(table) > 0], axis=1)
-        begun[i] = np.searchsorted(intervals[0], cuts, side="left")
-        ended[i] = np.searchsorted(intervals[1], cuts, side="right")
-    return begun, ended
 
 
 # [Note: Shared redistributions]

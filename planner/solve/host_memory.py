@@ -34,9 +34,11 @@ Allotments = dict[tuple[int, Kind], float]
 
 def may_offload(model: CostModel, k: int, option: Option) -> bool:
     """Whether the host's memory is enough to offload unit ``k`` in the option's layout."""
-    samples = busiest_samples(model.counts, option.layout)
     room = allotted_bytes(model, k, "offloaded")
-    return room == inf or offloaded_bytes(model, k, option, samples) <= room
+    if room == inf:
+        return True
+    samples = busiest_samples(model.counts, option.layout)
+    return offloaded_bytes(model, k, option, samples) <= room
 
 
 def may_mirror(model: CostModel, k: int, option: Option) -> bool:
