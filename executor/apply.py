@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..models.compiled import Taken
+from ..models.compiled import Uncompiled
 from ..models.splits.leaves import is_norm
 from ..models.units.discover import check_gradients
 from ..models.units.stays_whole import altered
 from ..models.workload import device_of
-from ..planner.cost.exchange import sent_whole
+from ..planner.cost.exchange import GATHERED, sent_whole
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout
 from ..planner.schema.plan import SHARDING, Plan
@@ -73,7 +73,7 @@ def apply(
     exchanges that send a part. Raises ``InputError`` where the plan does not fit the model or the
     ranks; nothing is changed then.
     """
-    taken = Taken(model)
+    taken = Uncompiled(model)
     try:
         _apply(taken.model, optimizer, plan, timeout_s, lossy)
     except BaseException:
@@ -156,7 +156,7 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
             both = {unit.layout.degree, 1}
         sharded |= both if unit.exchange in SHARDING else set()
         fully_sharded |= both if unit.exchange == "fully_sharded" else set()
-        in_rows = unit.exchange in (*SHARDING, "topk", "int8")
+        in_rows = unit.exchange in (*SHARDING, *GATHERED)
         gathered |= both if in_rows else set()
     parts = {unit.layout for unit in subset_units(plan)}
     by_host = {

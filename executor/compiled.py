@@ -11,7 +11,7 @@ from ..models.compiled import (
     Compilation,
     CompiledRegions,
     Prepare,
-    Taken,
+    Uncompiled,
     ancestors,
     compilation_of,
     is_compiled_anew,
@@ -78,7 +78,7 @@ def take_again(model: nn.Module, run: Run, callback: Any) -> None:
         either = torch._dynamo.config.automatic_dynamic_shapes
         note(model, Compilation.by(callback, None if static and either else not static))
     if new or is_compiled_anew(run.modules):
-        Taken(model)
+        Uncompiled(model)
         check_compiled(model, run.plan)
         compile_regions(model, run)
 

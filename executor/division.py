@@ -213,7 +213,7 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
         used = [n for n in used if n in cuts or n in layouts or _holder(model, n) not in known]
         uses = {name: (cuts.get(name), layouts.get(name)) for name in used}
         if not any(layouts.get(name) for name in used):
-            # What runs has them cut, under all of their names.
+            # Modules that never run do not count: those that run have the tensor cut.
             uses = {name: use for name, use in uses.items() if not never_runs(name)}
         if len(set(uses.values())) > 1:
             sentences = ", ".join(f"{name!r} {_use(*use)}" for name, use in uses.items())

@@ -24,7 +24,7 @@ from ..models.workload import device_of
 from ..planner.schema.errors import InputError, NoRoomError
 from ..planner.schema.goal import STATE_COPIES, STATE_OPTIONS
 from ..planner.schema.plan import CLASS_NAMES, Plan
-from .control_groups import memory_groups
+from .cgroups import memory_groups
 from .gradients.pending import bare
 from .gradients.reshard import sharded_param
 from .run import Run
@@ -81,7 +81,7 @@ def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> N
         return
     peaks, placement = run.plan.prediction.peak_bytes, run.world.placement
     short = [
-        Short(rank, int(needs), int(has), peaks[placement.index(rank)])
+        MemoryShortage(rank, int(needs), int(has), peaks[placement.index(rank)])
         for rank, (needs, has) in zip(sorted(placement), ranks, strict=False)
         if has >= 0 and needs > max(has, SPARE_BYTES)
     ]
@@ -164,7 +164,7 @@ def pins(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Short(NamedTuple):
+class MemoryShortage(NamedTuple):
     """A rank that has less memory free than it needs for a plan besides what it has, and what it
     needs in all."""
 
@@ -174,7 +174,7 @@ class Short(NamedTuple):
     peak_bytes: int
 
 
-def refusal(plan: Plan, short: Sequence[Short]) -> NoRoomError:
+def refusal(plan: Plan, short: Sequence[MemoryShortage]) -> NoRoomError:
     """Why some ranks cannot run the plan, and what would help; says of the first of them."""
     most, moment = "", plan.prediction.fullest
     if moment is not None:
@@ -229,7 +229,7 @@ def watch_memory(run: Run, model: nn.Module, optimizer: Optimizer | None) -> Non
     _watched = _Watched(weakref.ref(run), weakref.ref(model), optimizer_ref)
 
 
-class Account(NamedTuple):
+class MemoryErrorReport(NamedTuple):
     """What a run that lacked memory has to say, sentence by sentence. ``limit_bytes`` is what the
     rank may take in a plan that is made instead; ``remedy`` names a command that makes one."""
 
@@ -239,7 +239,7 @@ class Account(NamedTuple):
     limit_bytes: int
 
 
-def account(error: BaseException) -> Account | None:
+def account(error: BaseException) -> MemoryErrorReport | None:
     """What the last run held when memory ran out, what was predicted, and how to make a plan that
     needs less; None where there is no run. Communicates nothing: peers may be gone."""
     run, model = (_watched.run(), _watched.model()) if _watched is not None else (None, None)
@@ -250,7 +250,7 @@ def account(error: BaseException) -> Account | None:
     first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
     # The limit to plan with: the budget that was passed, else a tenth less than was needed.
     limit = error.limit_bytes if isinstance(error, OverBudgetError) else less_than(plan)
-    return Account(
+    return MemoryErrorReport(
         f"rank {run.world.rank} ran out of memory: {first_line}",
         (*forecast(plan), *_in_memory(model, optimizer)),
         f"a plan that needs less: {command(plan, limit)}",

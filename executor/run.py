@@ -1,29 +1,7 @@
 """An applied plan on this rank: what happens around every forward of the model."""
 
-# [Note: From backward to the next forward]
-# In order, on one rank, of one step:
-#
-# 1. ``loss.backward()`` reaches the model's output. ``_Scale.backward``, put there by
-#    ``scale_output`` (forward.py), tells the ``GradientSynchroniser`` that a backward has begun,
-#    which finishes what the last step left pending; waits for the header, in which ranks tell their
-#    samples; and weights the gradient.
-# 2. Backward goes through the units from the last to the first. Redistributions send pieces the
-#    other way. Fully sharded parameters are unsharded when autograd takes out what it has saved,
-#    and resharded when their gradients are complete.
-# 3. Each complete gradient (``GradientSynchroniser._ready``) is handed to the exchange. Buckets
-#    (``barrier``) or the slices of a gradient group (``priority``) leave as soon as all gradients
-#    in them are complete and it is their turn. When a group's first slice leaves, ``grad`` of its
-#    parameters shows a tensor that waits when it is read, as clipping does; of sharded groups as
-#    soon as they are packed, and these leave when the next gradient is complete. Where a unit is
-#    released early, backward waits, updates its parameters and frees gradients.
-# 4. The engine's callback at the end (``_finish``): ranks vote on which parameters have gradients,
-#    the rest leaves. Under ``barrier`` this waits for all averages; under ``priority`` for none.
-# 5. ``optimizer.step()``. Under ``priority`` it takes over gradients that still travel and returns:
-#    see [Note: Lazy optimizer steps] in optimizer/lazy.py.
-# 6. ``model(x)``: ``Run.around`` announces this rank's samples, and rank 0's buffers are broadcast.
-#    The first touch of each unit's parameters reads the votes, waits for its gradients and updates
-#    them, or waits for the all-gather of what the peers have updated; fully sharded ones are
-#    unsharded then.
+# What happens from one backward to the next forward, in order and by function, stands in
+# docs/executor.md under that name.
 
 import atexit
 import time

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..models.workload import device_of
 from .comm.moments import Moment, now, seconds_between
 from .comm.steps import after_each_step
-from .comm.stream_waits import Held
+from .comm.stream_waits import StreamWaitTimes
 
 if TYPE_CHECKING:
     from .run import Run
@@ -29,7 +29,7 @@ class StepMoments(NamedTuple):
     end: Moment
     blocking_s: float
     exposed_s: float
-    held: Held
+    held: StreamWaitTimes
 
     def seconds(self) -> tuple[float, float, float]:
         """The step, and its waits in redistribution and for gradients. Waits for the device."""

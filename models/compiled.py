@@ -3,7 +3,7 @@
 # [Note: Compiled models]
 # torch.compile traces a call with all that happens in it: hooks of inner modules, collectives,
 # parameters that wait for their values. None of these can be in a graph. So what a user has
-# compiled is taken off the model and noted at its modules (``Taken``), and ``CompiledRegions``
+# compiled is taken off the model and noted at its modules (``Uncompiled``), and ``CompiledRegions``
 # compiles as much of it as lies between the places where a plan or a profile has something to do:
 # the largest modules without such a place inside. Of a module its ``forward`` is compiled, so that
 # hooks at its own ends run outside. What must run inside all the same, as the sum within a divided
@@ -150,7 +150,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-class Taken:
+class Uncompiled:
     """A model whose compilation was taken off and noted at its modules: ``model``, without torch's
     wrappers, so that names are those of its own modules. ``restore`` puts it back."""
 
@@ -231,7 +231,7 @@ def is_compiled_anew(modules: Iterable[nn.Module]) -> bool:
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[nn.Module]:
     """The model without its compilation, which is noted at its modules and put back at the end."""
-    taken = Taken(model)
+    taken = Uncompiled(model)
     try:
         yield taken.model
     finally:

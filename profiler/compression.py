@@ -9,7 +9,7 @@ of the executor's measured work.
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..executor.gradients.feedback import ErrorFeedback, l1
 from ..executor.gradients.int8 import add_up, pack
 from ..executor.gradients.topk import add_parts, largest, packed, topk_elements
 from ..executor.gradients.wire import WIRE_DTYPES, decode, encode, wire_dtype
-from ..planner.schema.profile import CompressionRate
+from ..planner.schema.profile import CodedExchange, CompressionRate
 from .catalogue import Datasheet
 from .roofline import estimated_s
 from .timing import timed_s
@@ -35,7 +35,7 @@ class Coding(NamedTuple):
     """What is done to a gradient before it is sent, and when it has come; ``plain`` is what a dense
     exchange does then."""
 
-    exchange: Literal["dropped", "topk", "int8", "bf16"]
+    exchange: CodedExchange
     before: Callable[[], object]
     after: Callable[[], object]
     plain: Callable[[], object]

@@ -6,16 +6,14 @@ training.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..executor.gradients.int8 import dequantize, quantize
 from ..models.workload import Batch, Workload
-from ..planner.schema.profile import FidelityProfile
+from ..planner.schema.profile import FidelityProfile, LossyExchange
 
-LossyExchange = Literal["dropped", "topk", "int8"]
 STEPS = 4
 # Ratios at which each lossy exchange is measured.
 RATIOS: dict[LossyExchange, tuple[float, ...]] = {

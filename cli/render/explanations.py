@@ -100,7 +100,8 @@ def _decision(unit: UnitExplanation) -> tuple[str, ...]:
 
 
 def _best_alternatives(units: Sequence[UnitExplanation]) -> list[Alternative]:
-    """Of every alternative that some of the units have the quickest, as many as one of them has."""
+    """The quickest instance of each alternative that any of these units has; at most as many as
+    one unit lists."""
     # By their text, and by what they break: the same option may keep the limits for one unit and
     # break them for its neighbour.
     quickest: dict[tuple[str, str], Alternative] = {}

@@ -45,7 +45,7 @@ class Hold(enum.StrEnum):
     ELSE = "else"
 
 
-class Opening(NamedTuple):
+class GapChoice(NamedTuple):
     """Whether the background runs, and until when that is so unless something happens; where it
     does not, why."""
 
@@ -54,7 +54,7 @@ class Opening(NamedTuple):
     why: Hold | None = None
 
 
-def opening(now_s: float, share: float, gap: Gap | None) -> Opening:
+def opening(now_s: float, share: float, gap: Gap | None) -> GapChoice:
     """Whether the background runs at ``now_s`` with that share of the time (0 to 1)."""
     inside, outside = min(1.0, 2 * share), max(0.0, 2 * share - 1)
     # A share below the first one was cut by the limit.
@@ -64,18 +64,18 @@ def opening(now_s: float, share: float, gap: Gap | None) -> Opening:
     return found._replace(until_s=min(found.until_s, gap.closes_s))
 
 
-def _in_pieces(now_s: float, part: float, why: Hold) -> Opening:
+def _in_pieces(now_s: float, part: float, why: Hold) -> GapChoice:
     """The first ``part`` of every period; ``why`` it is no more."""
     if part <= 0 or part >= 1:
-        return Opening(part > 0, FOREVER, None if part > 0 else why)
+        return GapChoice(part > 0, FOREVER, None if part > 0 else why)
     phase_s = now_s % PERIOD_S
     turn_s = part * PERIOD_S
     runs = phase_s < turn_s
     left_s = (turn_s if runs else PERIOD_S) - phase_s
-    return Opening(runs, now_s + max(left_s, SHORTEST_S), None if runs else why)
+    return GapChoice(runs, now_s + max(left_s, SHORTEST_S), None if runs else why)
 
 
-class Tally:
+class RunTimes:
     """Adds up the time from ``began_s`` on, from one turn of the pacer to the next. Before the
     first turn the job runs freely."""
 
@@ -83,7 +83,7 @@ class Tally:
         self.open_s = 0.0
         """Seconds that the job was let run, beside a foreground or not."""
         self._last_s = began_s
-        self._now = Opening(True, FOREVER)
+        self._now = GapChoice(True, FOREVER)
         self._attached = False
         self._during_steps_s = self._during_steps_open_s = 0.0
         self._during_steps_cpu_s = self._cpu_before_s = 0.0
@@ -91,7 +91,7 @@ class Tally:
         self._stopped_s: dict[str, float] = {}
 
     def turned(
-        self, now_s: float, found: Opening, attached: bool, cpu_s: Callable[[], float]
+        self, now_s: float, found: GapChoice, attached: bool, cpu_s: Callable[[], float]
     ) -> None:
         """From now on it is ``found``, and a foreground is there or not. ``cpu_s`` measures what
         the job has used, which is asked where a foreground comes or goes."""

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from .child import Child
-from .gate import FOREVER, Gap, Hold, Opening, Tally, opening
+from .gate import FOREVER, Gap, GapChoice, Hold, RunTimes, opening
 from .law import ShareController, Summary
 from .protocol import SIZE, Kind, PacerMessage, Settings, State, unpacked
 
@@ -76,19 +76,19 @@ class Foreground:
         self.attached = False
         self._gaps.clear()
 
-    def opening(self, now_s: float) -> Opening:
+    def opening(self, now_s: float) -> GapChoice:
         """Whether the background may run, and until when."""
         if not self.attached:
-            return Opening(True, FOREVER)
+            return GapChoice(True, FOREVER)
         share, overdue_s = self.current.share, self.current.overdue_s()
         paused_s = self.current.paused_s()
         if overdue_s is None or paused_s is None:
-            return Opening(False, FOREVER, Hold.LEARN)
+            return GapChoice(False, FOREVER, Hold.LEARN)
         if now_s >= self.began_s + paused_s:
-            return Opening(False, FOREVER, Hold.ELSE)
+            return GapChoice(False, FOREVER, Hold.ELSE)
         if not share or now_s >= self.began_s + overdue_s:
             why = Hold.LEARN if self.current.learns else Hold.LIMIT
-            return Opening(False, self.began_s + paused_s, why)
+            return GapChoice(False, self.began_s + paused_s, why)
         # One rank that waits leaves a processor free, and the kernel moves the background there.
         gap = max(self._gaps.values(), key=lambda g: g.closes_s, default=None)
         found = opening(now_s, share, gap)
@@ -113,7 +113,7 @@ class Pacer:
             )
         self._launcher: list[int] = [_STDIN]
         self._started_s = time.monotonic()
-        self._tally = Tally(self._started_s)
+        self._tally = RunTimes(self._started_s)
         self._kill_s = FOREVER
         self._orders = b""
         self._ended = ""
@@ -149,7 +149,7 @@ class Pacer:
         if self._kill_s < FOREVER:  # it writes its checkpoint
             return self._kill_s
         held = self.foreground.held
-        found = Opening(False, FOREVER) if held else self.foreground.opening(now_s)
+        found = GapChoice(False, FOREVER) if held else self.foreground.opening(now_s)
         self._tally.turned(now_s, found, self.foreground.attached, self.child.cpu_s)
         self.child.let_run(found.runs)
         return found.until_s

@@ -38,7 +38,7 @@ LINGER_S = 3.0
 Answer = TypeVar("Answer")
 
 
-class Heard(NamedTuple):
+class HeartbeatStatus(NamedTuple):
     """What a rank was heard to say: its place, None where it has none, and whether it is alive."""
 
     place: str | None
@@ -141,17 +141,17 @@ class Heartbeat:
             found.append(self._reader.get(key).decode() if self._reader.check([key]) else None)
         return found
 
-    def ask(self, keys: Sequence[str]) -> list[Heard] | None:
+    def ask(self, keys: Sequence[str]) -> list[HeartbeatStatus] | None:
         """What stands under each rank's key, and whether that rank is alive; takes ``SILENT_S``.
         None where the store does not answer."""
         store, beats = self._reader, [self._key("beat", rank) for rank in range(self.size)]
 
-        def read() -> list[Heard]:
+        def read() -> list[HeartbeatStatus]:
             before = store.multi_get(beats)
             time.sleep(SILENT_S if self.beats else 0.0)
             after = store.multi_get(beats)
             return [
-                Heard(
+                HeartbeatStatus(
                     store.get(key).decode() if store.check([key]) else None,
                     not self.beats or old != new,
                 )

@@ -39,7 +39,7 @@ BETWEEN = "between units"
 """What is computed, but not by a unit."""
 
 
-class Stretch(NamedTuple):
+class NamedInterval(NamedTuple):
     """Something that went on between two moments."""
 
     name: str
@@ -74,10 +74,10 @@ class StepRecorder:
             for handle in (group.handle, group.opposite)
             if handle is not None and group.on_stream == on_device
         }
-        self.computing: list[Stretch] = []
-        self.waits: list[Stretch] = []
-        self.updates: list[Stretch] = []
-        self.apart: list[Stretch] = []
+        self.computing: list[NamedInterval] = []
+        self.waits: list[NamedInterval] = []
+        self.updates: list[NamedInterval] = []
+        self.apart: list[NamedInterval] = []
         self.messages: list[MessageMoments] = []
         self.steps: list[tuple[Moment, Moment]] = []
         self._step_start: Moment | None = None
@@ -93,7 +93,7 @@ class StepRecorder:
         """This rank has done that since the mark before; "" where it does not count."""
         at = self.now()
         if name:
-            self.computing.append(Stretch(name, self._last, at))
+            self.computing.append(NamedInterval(name, self._last, at))
         self._last = at
         return at
 
@@ -123,7 +123,7 @@ class StepRecorder:
             return
         start = self.now()
         yield
-        self.waits.append(Stretch(f"wait for {what}", start, self.now()))
+        self.waits.append(NamedInterval(f"wait for {what}", start, self.now()))
 
     def update_begins(self) -> None:
         """This thread begins to update parameters."""
@@ -133,7 +133,9 @@ class StepRecorder:
         """The update that this thread has begun is over."""
         start = getattr(self._local, "update", None)
         if start is not None:
-            (self.apart if in_worker() else self.updates).append(Stretch(name, start, self.now()))
+            (self.apart if in_worker() else self.updates).append(
+                NamedInterval(name, start, self.now())
+            )
         self._local.update = None
 
     # -- messages ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ UNCOUNTED = ("full gradients",)
 Pairs = tuple[tuple[Moment, Moment], ...]
 
 
-class Held(NamedTuple):
+class StreamWaitTimes(NamedTuple):
     """The waits of one step, by moments before and behind each."""
 
     blocking: Pairs = ()
@@ -52,9 +52,9 @@ class StreamWaits:
         self._measuring = True
         self.take()
 
-    def take(self) -> Held:
+    def take(self) -> StreamWaitTimes:
         """What was noted since the last time."""
-        found = Held(tuple(self._blocking), tuple(self._exposed))
+        found = StreamWaitTimes(tuple(self._blocking), tuple(self._exposed))
         self._blocking.clear()
         self._exposed.clear()
         return found

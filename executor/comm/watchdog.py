@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d
 from ...planner.schema.errors import InputError, RunError
 from .collective_log import CollectiveLog, debugging
 from .groups import Group
-from .heartbeat import Heard, Heartbeat, heartbeat_of, in_a_file
+from .heartbeat import Heartbeat, HeartbeatStatus, heartbeat_of, in_a_file
 from .moments import Moment, has_come, now
 from .recorder import StepRecorder
 from .stream_waits import StreamWaits
@@ -305,7 +305,7 @@ LISTED = 8
 
 
 def where_all_are(
-    heartbeat: Heartbeat, doing: str, heard: list[Heard] | None, failure: str = ""
+    heartbeat: Heartbeat, doing: str, heard: list[HeartbeatStatus] | None, failure: str = ""
 ) -> str:
     """This rank waits in ``doing``; where the others are, by what was ``heard`` of them (None: the
     store does not answer). ``failure`` is what the collective ended with, if it did."""
@@ -330,7 +330,7 @@ def where_all_are(
     return f"{start}{'; '.join(places)}: {remedy}"
 
 
-def is_present(heard: Heard) -> bool:
+def is_present(heard: HeartbeatStatus) -> bool:
     """Whether a rank lives and has not said goodbye."""
     return heard.alive and not _ended(heard)
 
@@ -358,11 +358,11 @@ def _remedy(*, silent: bool, failed: bool, one_host: bool) -> str:
     )
 
 
-def _ended(heard: Heard) -> bool:
+def _ended(heard: HeartbeatStatus) -> bool:
     return heard.place is not None and heard.place.startswith(ENDED)
 
 
-def _place(heard: Heard) -> str:
+def _place(heard: HeartbeatStatus) -> str:
     place = heard.place or "has not called the model yet"
     if heard.alive or _ended(heard):
         return place

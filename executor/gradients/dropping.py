@@ -142,8 +142,8 @@ class DroppedGradGroup(LossyGradGroup):
         if gradient is self._kept:  # an empty tensor, which stands for what is in the residual
             return
         new = l1(gradient)
-        # Should the next overflow as well, it shows: of what has, the size is infinite, and it is
-        # sent.
+        # Should the next gradient overflow too, its L1 norm is infinite, so that the parameter is
+        # sent and all ranks see it.
         drop_what_overflowed(gradient, new, on_stream=param.group.on_stream)
         self.agreement.note(param, l1(self.feedback[param].add(gradient)) + new)
         self.gradients[param] = self._kept

@@ -84,8 +84,9 @@ class ErrorFeedback:
         return self._residual
 
     def take(self, index: Tensor) -> Tensor:
-        """Takes the elements at ``index`` (as they lie in memory) out, to be sent: what is not
-        finite first, and what there is more of it is gone."""
+        """Takes the elements at ``index`` (as they lie in memory) out, to be sent. Elements that
+        are not finite count as the largest, so they are among these; any that remain become
+        zero."""
         assert self._residual is not None
         elements = flat(self._residual)
         taken = elements[index]

@@ -49,8 +49,9 @@ class Release:
 
 
 def place_released(slots: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[SendSlot]:
-    """The ``slots`` of what is not released, with those of what is. ``grad_groups`` are in forward
-    order: units get ready from the last to the first."""
+    """The ``slots`` of the other groups, with those of the groups that are released early put
+    between them. ``grad_groups`` are in forward order: units get ready from the last to the
+    first."""
     found = list(slots)
     for number in reversed(range(len(grad_groups))):
         grad_group = grad_groups[number]

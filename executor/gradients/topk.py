@@ -289,7 +289,7 @@ class TopkGradGroup(LossyGradGroup):
         one.gather(packed(*(chosen or self._choose(param, self.gradients[param].clone(), 1.0))))
 
     def absorb(self, param: GradParam, gradient: Tensor) -> bool:
-        # Only where that is the same as to take it in with the last.
+        # Only where that equals taking it in with the last backward.
         momentum, feedback = self.topk.momentum, self.feedback.get(param)
         if feedback is None or not folds_at_once(param):
             return False

@@ -88,9 +88,10 @@ def draws_in(step_s: float) -> int:
     return int(min(max(DRAWING_S / step_s, LEAST_DRAWS), MOST_DRAWS))
 
 
-class Apart(NamedTuple):
-    """How far the mean over the ranks' draws is from that over one process's: |Δ|, in parts of what
-    is allowed (at most 1 is equal), and from what error on, in parts of the mean, one is found."""
+class MeanDistance(NamedTuple):
+    """How far the mean over the ranks' draws is from the mean over one process's: ``away`` is |Δ|;
+    ``of_allowed`` the same over what is allowed (at most 1 is equal); ``found_from`` the smallest
+    error that this comparison finds, relative to the mean."""
 
     away: float
     of_allowed: float
@@ -109,11 +110,11 @@ class _Pair(NamedTuple):
 
 def compare_draws(
     ours: Sequence[Draw], theirs: Sequence[Draw], rounding: Mapping[str, float]
-) -> dict[str, Apart]:
+) -> dict[str, MeanDistance]:
     """How far each tensor of ``ours`` is from ``theirs``, of which there are as many draws;
     ``rounding`` is what its mean may be off by (L2) where nothing spreads."""
     assert len(ours) == len(theirs) > 1
-    far = Apart(sys.float_info.max, sys.float_info.max, 0.0)
+    far = MeanDistance(sys.float_info.max, sys.float_info.max, 0.0)
     names = list(dict.fromkeys([*theirs[0], *ours[0]]))
     pairs = {name: _pair(ours, theirs, name, rounding.get(name, 0.0)) for name in names}
     known = {name: pair for name, pair in pairs.items() if pair is not None}
@@ -187,17 +188,17 @@ def _critical(figures: object) -> float:
     return max(float(largest[1:].topk(2).values[1]), 1.0)
 
 
-def _apart(pair: _Pair, figures: list[Tensor], deals: Tensor, critical: float) -> Apart:
+def _apart(pair: _Pair, figures: list[Tensor], deals: Tensor, critical: float) -> MeanDistance:
     measured = max(float(one[0]) for one in figures)
     away, _ = _squares(pair.whole, deals[:1])
     # Along the mean, as that is where a gradient of another size differs.
     _, expected = _squares(pair.along, deals[:1])
     standard_error = sqrt(float(expected[0]) + pair.rounding)
     found_from = (sqrt(critical) + SURELY) * standard_error / pair.length if pair.length else 0.0
-    return Apart(sqrt(float(away[0])), sqrt(measured / critical), found_from)
+    return MeanDistance(sqrt(float(away[0])), sqrt(measured / critical), found_from)
 
 
-def power_in_words(found: Mapping[str, Apart]) -> str:
+def power_in_words(found: Mapping[str, MeanDistance]) -> str:
     """From what size on an error of a tensor would have been found."""
     sizes = {n: a.found_from for n, a in found.items() if isfinite(a.found_from) and a.found_from}
     if not sizes:

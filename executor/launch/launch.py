@@ -47,7 +47,7 @@ from .report import (
 from .restarts import Restarts, run_with_restarts
 from .scalars import TENSORBOARD_VARIABLE, scalar_folder
 from .start import cores
-from .tasks import PLAN, Keeping, Task, run_task
+from .tasks import PLAN, CheckpointSettings, Task, run_task
 from .timeline import TRACE_VARIABLE, recorded_in
 from .worker import STDOUT_TO_STDERR
 
@@ -61,7 +61,7 @@ def launch(
     steps: int,
     ranks: Ranks,
     background: Background | None = None,
-    keeping: Keeping | None = None,
+    keeping: CheckpointSettings | None = None,
     at_end: Callable[[RunReport | None], None] = lambda report: None,
     say: Callable[[str], None] = lambda text: None,
     restarts: Restarts | None = None,
@@ -133,7 +133,7 @@ def _run(
     steps: int,
     ranks: Ranks,
     *,
-    keeping: Keeping | None,
+    keeping: CheckpointSettings | None,
     restarts: Restarts,
     say: Callable[[str], None],
     recorded: Callable[[Plan, list[RecordedSteps]], None] | None,
@@ -144,7 +144,7 @@ def _run(
 
     room = RoomForPlan(plan, lambda: Replanner.for_plan(plan, restarts), say)
 
-    def attempt(ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
+    def attempt(ranks: Ranks, keeping: CheckpointSettings | None) -> RunReport | None:
         while True:
             try:
                 return planned(room.plan, ranks, keeping)
@@ -153,18 +153,18 @@ def _run(
                     raise
                 room.plan_after(error)
 
-    def planned(plan: Plan, ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
+    def planned(plan: Plan, ranks: Ranks, keeping: CheckpointSettings | None) -> RunReport | None:
         if recorded is None:
             return ranks_run(plan, ranks, keeping)
-        # A folder for each attempt: of one that was too short nothing is told, and no part of the
-        # one before in its place.
+        # A folder for each attempt, so that one that was too short to record anything does not show
+        # what the attempt before it recorded.
         with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
             try:
                 return ranks_run(plan, ranks.telling({TRACE_VARIABLE: name}), keeping)
             finally:
                 recorded(plan, recorded_in(Path(name)))
 
-    def ranks_run(plan: Plan, ranks: Ranks, keeping: Keeping | None) -> RunReport | None:
+    def ranks_run(plan: Plan, ranks: Ranks, keeping: CheckpointSettings | None) -> RunReport | None:
         if not script:
             task = Task(name="train", steps=steps, keeping=keeping)
             return run_task(task, ranks, RunReport, plan)
@@ -188,7 +188,7 @@ def _run(
 
 def keeping_for(
     folder: str | Path | None, every: int, *, resume: bool, restarted: bool = False
-) -> Keeping | None:
+) -> CheckpointSettings | None:
     """How a run keeps checkpoints. Raises ``InputError`` for a folder that cannot be, and without
     ``resume`` for one that has some."""
     if folder is None:
@@ -203,7 +203,7 @@ def keeping_for(
             f"{folder} has checkpoints up to step {steps[0]}: name a new folder to begin anew, or "
             "go on from them (without --no-resume)"
         )
-    return Keeping(folder=str(path), every=every, restarted=restarted)
+    return CheckpointSettings(folder=str(path), every=every, restarted=restarted)
 
 
 def _launch_script(plan: Plan, script: Sequence[str], ranks: Ranks) -> RunReport | None:

@@ -249,7 +249,7 @@ def _failure(folder: Path, error: ChildFailedError) -> MeshwrightError:
         for r, f in error.failures.items()
         if f.exitcode == -signal.SIGKILL and f.timestamp < by_engine
     ]
-    # One that was killed wrote nothing, and what its peers wrote is of what came of that. The
+    # A rank that was killed writes nothing, and its peers write of the consequences only. The
     # kernel kills so where memory has run out.
     if killed and not any(failed["memory"] for failed in written):
         lacking = MemoryRunError(

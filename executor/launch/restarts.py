@@ -16,7 +16,7 @@ from ...planner.schema.profile import ModelProfile
 
 if TYPE_CHECKING:  # the command line reads its options without torch
     from .processes import Ranks
-    from .tasks import Keeping
+    from .tasks import CheckpointSettings
 
 Made = TypeVar("Made")
 DEFAULT_RESTARTS = 3
@@ -152,9 +152,9 @@ def _with_more(error: MeshwrightError, more: str) -> MeshwrightError:
 
 
 def run_with_restarts(
-    attempt: Callable[[Ranks, Keeping | None], Made],
+    attempt: Callable[[Ranks, CheckpointSettings | None], Made],
     ranks: Ranks,
-    keeping: Keeping | None,
+    keeping: CheckpointSettings | None,
     restarts: Restarts,
     say: Callable[[str], None],
 ) -> Made:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...planner.schema.errors import InputError, RunError
-from ..control_groups import memory_groups
+from ..cgroups import memory_groups
 from .devices import agreed_device, local_device
 
 # What torchrun tells every process of a run.

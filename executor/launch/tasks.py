@@ -41,7 +41,7 @@ TASK, PLAN, ANSWER = "task.json", "plan.json", "answer.json"
 RecordT = TypeVar("RecordT", bound=Record)
 
 
-class Keeping(Record, frozen=True, kw_only=True):
+class CheckpointSettings(Record, frozen=True, kw_only=True):
     """The ``folder`` in which a training keeps checkpoints, one after ``every`` so many steps.
     ``restarted``: the launcher has started the ranks before, and they were lost."""
 
@@ -63,14 +63,14 @@ class Task(Record, frozen=True, kw_only=True):
     seeds: int = 3
     timeout_s: float | None = None
     refresh: bool = True
-    keeping: Keeping | None = None
+    keeping: CheckpointSettings | None = None
 
 
 def run_task(
     task: Task, ranks: Ranks, answer: type[RecordT], plan: Plan | None = None
 ) -> RecordT | None:
-    """Starts ranks for a task and returns rank 0's answer; None on a host that has no rank 0, and
-    where it has none.
+    """Starts ranks for a task and returns rank 0's answer; None where rank 0 is on another host or
+    gave no answer.
 
     Raises the first failing rank's error.
     """

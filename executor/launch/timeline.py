@@ -35,7 +35,7 @@ from ...planner.schema.recorded import (
 from ...planner.simulate.events import Interval, gaps
 from ..comm.groups import Group, HostGroups, World
 from ..comm.moments import Moment, seconds_between
-from ..comm.recorder import BETWEEN, MessageMoments, StepRecorder, Stretch
+from ..comm.recorder import BETWEEN, MessageMoments, NamedInterval, StepRecorder
 from ..comm.steps import after_each_step
 from ..parallel import run_of
 from ..run import Run
@@ -201,7 +201,7 @@ def told(rank: int, recorder: StepRecorder) -> RecordedSteps:
     def at(moment: Moment) -> float:
         return seconds_between(origin, moment)
 
-    def spans(stretches: Iterable[Stretch]) -> list[RecordedSpan]:
+    def spans(stretches: Iterable[NamedInterval]) -> list[RecordedSpan]:
         return [
             RecordedSpan(name=one.name, start_s=at(one.start), end_s=at(one.end))
             for one in stretches

@@ -77,10 +77,10 @@ class LaunchedStep:
     share: float
     """This rank's part of the batch's samples."""
 
-    def spent(self) -> Spent:
+    def spent(self) -> StepFigures:
         """Its figures. Waits until it is over."""
         step_s, blocking_s, exposed_s = self.moments.seconds()
-        return Spent(
+        return StepFigures(
             loss=float(self.loss),
             step_s=step_s,
             blocking_s=blocking_s,
@@ -91,7 +91,7 @@ class LaunchedStep:
 
 
 @dataclass(frozen=True)
-class Spent:
+class StepFigures:
     """One step of one rank: its part of the whole batch's loss, seconds and bytes sent."""
 
     loss: float
@@ -211,7 +211,7 @@ def steps_left(
     return range(found.step, steps)
 
 
-def _losses_of(run: Run, taken: Sequence[Spent]) -> tuple[float, ...]:
+def _losses_of(run: Run, taken: Sequence[StepFigures]) -> tuple[float, ...]:
     """``whole_losses`` of these steps of this rank and those of the others. Collective."""
     mine = [spent.loss for spent in taken]
     return whole_losses(run.everyone.gather(mine, "the end of training", whole=False).rows())
@@ -263,7 +263,7 @@ def timed_step(
     batch: Batch,
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler | None = None,
-) -> Spent:
+) -> StepFigures:
     """``train_step`` with its figures, for this rank alone; with a ``scaler`` by its scaled
     loss. Waits until the device has made it."""
     return take_step(workload, plan, batch, optimizer, scaler).spent()
@@ -347,7 +347,7 @@ def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[T
 
 
 def _summary(
-    run: Run, plan: Plan, taken: list[Spent], peak: tuple[int, int], batch: int
+    run: Run, plan: Plan, taken: list[StepFigures], peak: tuple[int, int], batch: int
 ) -> Measured:
     """The slowest rank's figures, on every rank; ``peak`` has the most bytes of tensors, and what
     was reserved for them. Collective."""

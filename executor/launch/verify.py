@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...models.compiled import Taken
+from ...models.compiled import Uncompiled
 from ...models.failing import in_module
 from ...models.opened import tensors_in
 from ...models.precision import forbid_tf32, in_precision, tf32_kept
@@ -62,8 +62,9 @@ from .yardstick import LOSS, STATE, Deviation, deviations
 
 LEARNING_RATE = 0.01
 SEED = 1
-# How much further from one process than that is from itself a plan may be; and up to where that is
-# rounding at all: in parts of what the yardstick allows, and of a value.
+# Training under a plan may differ from one process's by SPREAD times as much as two runs of one
+# process differ. Above MOST_SPREAD times what the yardstick allows, or MOST_RELATIVE of a value, a
+# difference is no rounding.
 SPREAD, MOST_SPREAD, MOST_RELATIVE = 3.0, 300.0, 0.5
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "own": None}
 
@@ -100,10 +101,11 @@ class _Trained(NamedTuple):
 
 
 class _Alone(NamedTuple):
-    """The training in one process: where it ended, the model before it, the precision in which it
-    computes with notes on that, why no plan could equal it, if none can, and the buffers that none
-    could, each with why, and why computing with these is another, if it is. Of a random model what
-    is random, and its draws."""
+    """The training in one process: where it ended (``trained``), the model ``before`` it, the
+    ``precision`` in which it computes, with ``notes`` on that. ``cause`` says why no plan could
+    equal it, where none can; ``kept`` names the buffers that none could equal, each with the
+    reason, and ``used`` says why what is computed with them differs, where it does. Of a random
+    model also what is ``random``, and its ``draws``."""
 
     trained: _Trained
     before: nn.Module
@@ -133,7 +135,7 @@ def verify_on_ranks(
     afterwards. ``batch`` in samples: the plan's, but at most four for each rank, unless given.
     """
     # Copies keep what is noted as compiled, and are eager, as is what a plan is compared with.
-    workload = replace(workload, model=Taken(workload.model).model)
+    workload = replace(workload, model=Uncompiled(workload.model).model)
     workload = in_precision(workload, plan.precision)
     plan, notes = _over_the_whole_batch(plan, workload.model)
     plan, exact = _sent_exactly(plan)

@@ -81,8 +81,8 @@ def update_chunks(
 
 
 def steps_of(optimizer: Optimizer) -> Iterator[tuple[bool, Callable[[], object]]]:
-    """An optimizer's step on its parameters, and where that is another the step that a sharded
-    exchange makes of their chunks; each with whether it is that one."""
+    """Yields (whether it is the step of a sharded exchange, the step): the optimizer's step on its
+    parameters, then, where it differs, the step that a sharded exchange makes on their chunks."""
     yield False, optimizer.step
     parameters = parameters_of(optimizer)
     if not any(has_main_weights(p) for p in parameters):

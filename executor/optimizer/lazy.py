@@ -10,7 +10,7 @@ each unit's parameters are updated when they are needed."""
 # - dense and lossy exchanges: its parameters are suspended (pending.py). Their first reader, as a
 #   rule the unit's next forward, waits for the gradients, has the optimizer update these
 #   parameters, and applies other updates whose gradients are there while it waits
-#   (``PriorityExchange.finish``). What has come already is updated in ``step()``.
+#   (``PriorityExchange.finish``). What somebody has waited for already is updated in ``step()``.
 # - sharded exchanges: a thread waits, updates chunks and gathers parameters (see [Note: Sharded
 #   steps pipeline] in gradients/sharded.py).
 # - early release: backward has updated them already (gradients/release.py), and ``step()`` checks

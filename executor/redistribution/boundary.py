@@ -311,9 +311,9 @@ class _Tie(torch.autograd.Function):
         ctx: Any, anchor: Tensor, count: int, idle: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Where the unit is idle the others get gradients of their no samples: what made them here
-        # must have a gradient, even where nothing moves between it and this unit, as peers may wait
-        # for it in backward.
+        # On ranks on which the unit is idle its other inputs get empty gradients: what made these
+        # inputs must have a backward, as peers may wait for it there, even where nothing moves
+        # between it and this unit.
         ctx.others = [(t.shape, t.dtype, t.device, idle and _real(t)) for t in tensors[count:]]
         # Aliases that autograd does not know as views: the next unit may change them in place.
         return tuple(tensor.detach() for tensor in tensors[:count])

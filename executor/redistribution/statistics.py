@@ -169,7 +169,8 @@ def _moments(
             vector[channels + 1 :] = n * (variance.double() + offset.square())
         statistics.sum(vector, doing)
         count, offsets, squares = vector[0], vector[1 : channels + 1], vector[channels + 1 :]
-        # As torch says for one process. With more values here there is more than one in all.
+        # As torch says for one process. Where this rank has more than one value the sum has, too,
+        # and the host does not wait for ``count``.
         if n <= 1 and float(count) == 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.size()}"

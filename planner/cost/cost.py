@@ -249,8 +249,8 @@ class CostModel(Exchanges):
         return max(self.samples_by_kind(layout))
 
     def samples_by_kind(self, layout: Layout) -> tuple[int, ...]:
-        """Of each of the ``kinds`` the samples of the group that has most of those in which one of
-        its devices is."""
+        """For each kind of device in ``kinds`` the samples of the largest group that has a device
+        of that kind."""
         if layout not in self._samples:
             # Of all positions at once it is quicker to tell.
             every = sum(len(kind.positions) for kind in self.kinds) == self.world_size

@@ -101,8 +101,8 @@ class Structure:
 
     @cached_property
     def entered_after(self) -> tuple[frozenset[int], ...]:
-        """For each unit those at whose entry its decision shows: what takes its output, and what
-        takes after it what it takes."""
+        """For each unit the units whose inputs cost more or less by its decision: those that take
+        its output, and those that take the same tensors as it does and come later."""
         found: list[set[int]] = [set() for _ in self.profile.units]
         for e, (a, b) in enumerate(self.ends):
             found[a].add(b)
@@ -171,8 +171,8 @@ class Structure:
                 users.setdefault(name, []).append(k)
                 sizes[name] = size
         found = [[0.0, 0.0] for _ in self.profile.units]
-        # Backward comes to the last user first, whose gradient waits for the first user's. Where
-        # that has come, both are there beside their sum.
+        # Backward comes to the last user first. Its gradient stays until the first user's is ready;
+        # then both are there beside their sum.
         for name, at in users.items():
             if len(at) > 1:
                 found[at[0]][0] += 2.0 * sizes[name]

@@ -198,7 +198,7 @@ class _Corrected(NamedTuple):
     changes: tuple[Change, ...]
 
 
-class _Told(NamedTuple):
+class _MeasuredPart(NamedTuple):
     """What a run tells of a part: the seconds measured, and those that it is fitted to, which are
     more where links may be any faster. ``unexplained`` where the links' latency alone
     (``latency_s``) takes more."""
@@ -283,14 +283,16 @@ class _Run:
             )
         return _solved(took, target_s, getattr(times, part), NEAR * self.step_s)
 
-    def _told(self, part: Part, times: MeasuredTimes) -> _Told:
+    def _told(self, part: Part, times: MeasuredTimes) -> _MeasuredPart:
         found_s = sum(self.measured[name] for name in self.parts[part])
         if part == "compute":
-            return _Told(found_s, found_s)
+            return _MeasuredPart(found_s, found_s)
         latency_s = self.of(part, times)(1 / MOST)
         # Waits that hardly show only say that links are fast enough: the slowest such are meant.
         least_s = max(found_s, latency_s + CORRECTED * self.step_s)
-        return _Told(found_s, least_s, latency_s - found_s > AGREES * self.step_s, latency_s)
+        return _MeasuredPart(
+            found_s, least_s, latency_s - found_s > AGREES * self.step_s, latency_s
+        )
 
     # -- what is said ----------------------------------------------------------------------------
 

@@ -141,7 +141,8 @@ class PrefetchOverlap(NamedTuple):
     of: npt.NDArray[np.int64]
 
     def added(self, values: Vector) -> Vector:
-        """For each unit what others have at its point, of their ``values`` of the field."""
+        """For each unit the sum of ``values`` over the other units whose bytes are there at its
+        point."""
         return _sums(self.at, values[self.of], len(values))
 
     def priced(self, prices: Vector) -> Vector:
@@ -154,7 +155,7 @@ def _sums(where: npt.NDArray[np.int64], values: Vector, count: int) -> Vector:
 
 
 def prefetch_overlaps(structure: Structure) -> tuple[PrefetchOverlap, ...]:
-    """Which units' bytes are there while which others work, whatever is decided."""
+    """All pairs of a unit at work and another whose bytes may be there then, for any decisions."""
     found: dict[tuple[OverlapPoint, NeighbourField], list[tuple[int, int]]] = {}
     for point, field, at, of in (*_fully_sharded(structure), *_offloaded(structure)):
         found.setdefault((point, field), []).append((at, of))

@@ -378,8 +378,8 @@ def timeline(position: PositionMemory) -> list[MemoryPoint]:
     unit's forward, in reverse of its backward, and of the update that takes most."""
     totals, table = position.totals(), position.table
     parts = _by_class(position.points).values(table).reshape(len(totals), len(CLASS_NAMES), -1)
-    # What is never there together is first of all feature maps that have gone. Beyond these it is
-    # gradients that are not there yet.
+    # ``never_together`` is taken from the feature maps first, as these have gone; what is more than
+    # they have is taken from the gradients, which are not there yet.
     names = list(CLASS_NAMES)
     beyond = np.maximum(position.field("never_together") - position.field("saved"), 0.0)
     parts[BACKWARD, names.index("feature_maps")] += beyond

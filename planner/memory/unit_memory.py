@@ -101,8 +101,8 @@ class MemoryModel:
         choice = topk_choice_bytes(self.model, option, largest)
         feedback = feedback_bytes(option, trained, largest, choice)
         if sliced and option.exchange == "topk" and option.feedback in AT_ONCE and never_together:
-            # What is never there together was measured with all of the gradients; these are taken
-            # in one by one, and those that an operator computes at once are there at once.
+            # ``never_together`` was measured with all gradients there until the end. Top-k takes
+            # them in one by one, so only those that one operator computes are there at once.
             feedback = feedback._replace(computed=max(feedback.computed, trained - never_together))
             never_together = max(never_together - trained, 0.0)
         part = gathered(self.model, k, option)

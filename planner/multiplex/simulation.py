@@ -41,7 +41,7 @@ ROUNDING = 1e-9
 # -- gaps of one device ----------------------------------------------------------------------------
 
 
-class Filled(NamedTuple):
+class FilledGap(NamedTuple):
     """A gap with ``pieces`` of a background in it, at work from ``start_s`` to ``end_s``."""
 
     start_s: float
@@ -60,7 +60,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def fill(gap: Interval, communicating: Sequence[Interval], assumptions: Assumptions) -> Filled:
+def fill(gap: Interval, communicating: Sequence[Interval], assumptions: Assumptions) -> FilledGap:
     """What a background does in one gap, in which ``communicating`` (in order, apart, of this gap
     or of more) says when its device takes part in communication."""
     start_s = min(gap[0] + assumptions.switch_s, gap[1])
@@ -68,15 +68,15 @@ def fill(gap: Interval, communicating: Sequence[Interval], assumptions: Assumpti
     own_s = sum((high - low) * speed for low, high, speed in stretches)
     pieces = floor(own_s / assumptions.piece_s + ROUNDING)
     if not pieces:
-        return Filled(start_s, start_s, 0)
+        return FilledGap(start_s, start_s, 0)
     left_s = pieces * assumptions.piece_s
     for low, high, speed in stretches:
         done = (high - low) * speed
         # A stretch at speed 0 is passed even where nothing is left to do: it divides by nothing.
         if speed > 0 and left_s <= done:
-            return Filled(start_s, min(low + left_s / speed, high), pieces)
+            return FilledGap(start_s, min(low + left_s / speed, high), pieces)
         left_s -= done
-    return Filled(start_s, gap[1], pieces)
+    return FilledGap(start_s, gap[1], pieces)
 
 
 def _speeds(
@@ -117,7 +117,7 @@ def background_share(kind: DeviceTimeline, step_s: float, assumptions: Assumptio
 # -- the cluster -----------------------------------------------------------------------------------
 
 
-class Visit(NamedTuple):
+class DeviceStay(NamedTuple):
     """A stay of a foreground on a device: as which kind of it, from when to when."""
 
     job: int
@@ -140,11 +140,11 @@ class DeviceClass(NamedTuple):
     unit, phase), and the background in their gaps, an index or None."""
 
     devices: tuple[int, ...]
-    visits: tuple[Visit, ...]
+    visits: tuple[DeviceStay, ...]
     computing: tuple[tuple[Interval, int, Busy], ...]
     communicating: tuple[tuple[Interval, int, Busy], ...]
     background: int | None = None
-    filled: tuple[Filled, ...] = ()
+    filled: tuple[FilledGap, ...] = ()
 
     @property
     def foreground_s(self) -> float:
@@ -271,15 +271,15 @@ def _placed(
 
 def _histories(
     devices: int, runs: Iterable[ForegroundRun], steps: Sequence[StepTimelines]
-) -> Iterator[tuple[tuple[int, ...], tuple[Visit, ...]]]:
+) -> Iterator[tuple[tuple[int, ...], tuple[DeviceStay, ...]]]:
     """Devices with equal visits together."""
-    visits: list[list[Visit]] = [[] for _ in range(devices)]
+    visits: list[list[DeviceStay]] = [[] for _ in range(devices)]
     for run in sorted(runs, key=lambda r: r.start_s):
         for number, kind in enumerate(steps[run.job].kinds):
-            visit = Visit(run.job, number, run.start_s, run.end_s)
+            visit = DeviceStay(run.job, number, run.start_s, run.end_s)
             for position in kind.positions:
                 visits[run.devices[position]].append(visit)
-    alike: dict[tuple[Visit, ...], list[int]] = {}
+    alike: dict[tuple[DeviceStay, ...], list[int]] = {}
     for device, past in enumerate(visits):
         alike.setdefault(tuple(past), []).append(device)
     for history, members in alike.items():
@@ -287,7 +287,7 @@ def _histories(
 
 
 def _foreground_class(
-    members: tuple[int, ...], visits: tuple[Visit, ...], steps: Sequence[StepTimelines]
+    members: tuple[int, ...], visits: tuple[DeviceStay, ...], steps: Sequence[StepTimelines]
 ) -> DeviceClass:
     """The class before it has a background."""
     computing: list[tuple[Interval, int, Busy]] = []
@@ -301,7 +301,7 @@ def _foreground_class(
 
 
 def _repeated(
-    visit: Visit, step_s: float, pieces: Sequence[Busy]
+    visit: DeviceStay, step_s: float, pieces: Sequence[Busy]
 ) -> Iterator[tuple[Interval, int, Busy]]:
     """A step again and again from a visit's start to its end, where the last may be cut."""
     number, at_s = 0, visit.start_s

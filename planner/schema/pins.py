@@ -41,14 +41,14 @@ LEAST_LIKE = 0.6
 MOST_NAMES = 3
 
 
-class Wishes(NamedTuple):
+class PinsAndForbids(NamedTuple):
     """Pins by unit or pattern, and the policies that no unit shall have."""
 
     pins: tuple[Pin, ...] = ()
     without: tuple[str, ...] = ()
 
 
-def parse_wishes(pins: Iterable[str], forbidden: Iterable[str]) -> Wishes:
+def parse_wishes(pins: Iterable[str], forbidden: Iterable[str]) -> PinsAndForbids:
     """What ``--pin`` and ``--forbid`` say; raises ``InputError``."""
     found: list[Pin] = []
     without: list[str] = []
@@ -68,7 +68,7 @@ def parse_wishes(pins: Iterable[str], forbidden: Iterable[str]) -> Wishes:
         if layouts and style:
             raise InputError(f"{text!r} forbids a layout and a style at once: forbid one of them")
         found.append(Pin(unit=unit, never=layouts, never_styles=(style,) if style else ()))
-    return Wishes(tuple(found), tuple(without))
+    return PinsAndForbids(tuple(found), tuple(without))
 
 
 def _parts(text: str, *, everywhere: bool = False) -> tuple[str, tuple[Layout, ...], Style | None]:

@@ -1,7 +1,7 @@
 """Plan: the only thing that passes from planner to executor."""
 
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
@@ -12,14 +12,14 @@ from .layout import Layout, Style
 from .local_batches import local_batches
 from .local_steps import LocalSteps
 from .precision import Precision
-from .profile import UnitKind, check_batch_dims
+from .profile import LossyExchange, UnitKind, check_batch_dims
 from .record import Bytes, Count, Document, Index, Record, Seconds
 
 MemoryPolicy = Literal["keep", "recompute", "offload"]
-ExchangePolicy = Literal["dense", "sharded", "fully_sharded", "dropped", "topk", "int8"]
+ExchangePolicy = Literal["dense", "sharded", "fully_sharded", LossyExchange]
 SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
 """Each rank updates its part of a parameter; the second keeps nothing but that between uses."""
-LOSSY: tuple[ExchangePolicy, ...] = ("dropped", "topk", "int8")
+LOSSY: tuple[ExchangePolicy, ...] = get_args(LossyExchange)
 """A part of the gradient waits for a later step."""
 WireFormat = Literal["exact", "bf16"]
 """As what gradients that are sent whole travel: in their own type, or rounded to bfloat16."""

@@ -28,6 +28,10 @@ UnitKind = Literal[
 # Kinds that always have the layout (W, 1): the model's ends and its own code between units, which
 # see each rank's own samples whatever is planned.
 FIXED_KINDS = frozenset({"input", "output", "glue"})
+LossyExchange = Literal["dropped", "topk", "int8"]
+"""Exchanges in which a part of the gradient waits for a later step."""
+CodedExchange = Literal[LossyExchange, "bf16"]
+"""Those, and the wire formats: what costs time before a gradient is sent and when it has come."""
 
 
 class ParameterProfile(Record, frozen=True, kw_only=True):
@@ -99,7 +103,7 @@ class FidelityProfile(Record, frozen=True, kw_only=True):
     be planned at these ratios only.
     """
 
-    exchange: Literal["dropped", "topk", "int8"]
+    exchange: LossyExchange
     ratios: tuple[Share, ...]
     kept: tuple[Share, ...]
 
@@ -244,7 +248,7 @@ class CompressionRate(Record, frozen=True, kw_only=True):
     """Seconds that an exchange or a wire format takes for each byte of gradients: to choose, round
     and pack what it sends, and (``received``) to make gradients of what has come."""
 
-    exchange: Literal["dropped", "topk", "int8", "bf16"]
+    exchange: CodedExchange
     seconds_per_byte: Seconds
     received_seconds_per_byte: Seconds = 0.0
 

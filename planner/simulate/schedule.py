@@ -1,7 +1,7 @@
 """A step as data: what a rank computes in order, and what gradient messages its links carry.
 
-Two schedules. ``barrier``: gradients leave in buckets, first in, first out, as backward frees them;
-all are waited for, then every unit is updated (what the executor runs). ``priority``: gradients
+Two schedules, and the executor runs both. ``barrier``: gradients leave in buckets, first in, first
+out, as backward frees them; all are waited for, then every unit is updated. ``priority``: gradients
 leave in slices, the unit that forward needs first goes first; each unit's next forward waits for
 its own slices and update only (P3, Jayarajan et al., arXiv 1905.03960).
 """

@@ -291,8 +291,8 @@ class _Nodes:
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
-        # Without measured pairs a flow depends on the node of each position only. With them it does
-        # on which fabric it is, whose id is its own as long as it is held here.
+        # Without measured pairs a flow depends on the node of each position only. With them it
+        # depends on the fabric itself, whose id stays unique while it is referred to here.
         measured = fabric.pair_bytes_per_s is not None
         self.key = id(fabric) if measured else fabric.node_of.tobytes()
 

@@ -159,7 +159,8 @@ def least_largest(
     first = {rank: rank[0](rank[1]) for rank in alike}
     limit = max(first.values())
     if together(below(limit)) >= total:
-        # These are the slowest with the least that they may have. The others share out the rest.
+        # Ranks that reach the limit with the least that they may have keep that; the others share
+        # out the rest.
         others = [rank for rank in ranks if first[rank] < limit]
         left = total - sum(rank[1] for rank in ranks if first[rank] == limit)
         rest = iter(least_largest(left, *zip(*others, strict=True)) if others else ())

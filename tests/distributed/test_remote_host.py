@@ -12,7 +12,12 @@ import pytest
 from meshwright.executor.comm.setups import software
 from meshwright.executor.launch.background import Background
 from meshwright.executor.launch.hosts.over_ssh import order_for
-from meshwright.executor.launch.hosts.protocol import HostOrder, HostRecording, HostWork, Meeting
+from meshwright.executor.launch.hosts.protocol import (
+    HostOrder,
+    HostRecording,
+    HostWork,
+    RendezvousAddress,
+)
 from meshwright.executor.launch.hosts.settings import Hosts
 from meshwright.executor.launch.timeline import STEPS
 from meshwright.planner.schema.record import decode
@@ -47,7 +52,7 @@ def tell(host: subprocess.Popen[str], version: str, made: HostOrder) -> None:
     host.stdin.flush()
 
 
-def say(host: subprocess.Popen[str], word: str, place: Meeting) -> None:
+def say(host: subprocess.Popen[str], word: str, place: RendezvousAddress) -> None:
     assert host.stdin is not None
     host.stdin.write(f"{word} {msgspec.json.encode(place).decode()}\n")
     host.stdin.flush()
@@ -76,10 +81,10 @@ def test_each_host_tells_what_its_ranks_have_recorded(tmp_path):
         for number, host in enumerate(hosts):
             tell(host, VERSION, order_for(work, number, Hosts(("a", "b"), folder=str(tmp_path))))
             told(host, "ready")
-        say(hosts[0], "meet", Meeting(address="127.0.0.1", port=0))
-        place = decode(Meeting, told(hosts[0], "met"))
+        say(hosts[0], "meet", RendezvousAddress(address="127.0.0.1", port=0))
+        place = decode(RendezvousAddress, told(hosts[0], "met"))
         for host in hosts:
-            say(host, "go", Meeting(address="127.0.0.1", port=place.port))
+            say(host, "go", RendezvousAddress(address="127.0.0.1", port=place.port))
         for rank, host in enumerate(hosts):
             (one,) = decode(HostRecording, told(host, "recorded")).ranks
             assert (one.rank, len(one.steps)) == (rank, STEPS)

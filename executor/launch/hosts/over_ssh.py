@@ -30,7 +30,7 @@ from .protocol import (
     HostReady,
     HostRecording,
     HostWork,
-    Meeting,
+    RendezvousAddress,
     SavedStep,
     error_of,
 )
@@ -38,8 +38,9 @@ from .remote import GRACE_S
 from .settings import Hosts
 from .ssh import KEPT_LINES, HostConnection, HostEvent, ssh_command, why_ended, why_not_there
 
-# Where one host has failed, others have so long to tell what they saw of it before they are ended;
-# and so long where all that was told is what was seen of another's end, which that one is to tell.
+# After one host has failed, the others get the first of these to say what they saw, then they are
+# ended. Where all reports so far are of another host's failure, that host gets the second to say
+# what its cause was.
 _TO_TELL_S, _CAUSE_S = 3.0, 15.0
 # What a host may take to end, until its connection is given up.
 _TO_END_S = GRACE_S + 10.0
@@ -226,16 +227,16 @@ class _SshRun:
             f"predicted to take {size(needed)}: free some, or plan with a lower --memory-limit"
         )
 
-    def _meet(self) -> Meeting:
+    def _meet(self) -> RendezvousAddress:
         """Where the hosts meet: on the first, at its address on the way to the others."""
         host, port = self._hosts.meeting
         peer = meeting_peer([self._ready[n].address for n in sorted(self._ready)])
-        self._connections[0].tell("meet", Meeting(address=peer, port=port))
+        self._connections[0].tell("meet", RendezvousAddress(address=peer, port=port))
         while True:
             event = self._next()
             if event is not None and event.kind == "met":
-                found = decode(Meeting, event.data)
-                return Meeting(address=host or found.address, port=found.port)
+                found = decode(RendezvousAddress, event.data)
+                return RendezvousAddress(address=host or found.address, port=found.port)
             self._handle(event)
             self._raise_failure()
 

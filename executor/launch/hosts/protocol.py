@@ -61,7 +61,7 @@ class HostReady(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-class Meeting(Record, frozen=True, kw_only=True):
+class RendezvousAddress(Record, frozen=True, kw_only=True):
     """Where hosts meet: an address of host 0 and a port. Asked for: the address of another host
     from which the first one's is found, and port 0 for a free one."""
 

@@ -25,10 +25,10 @@ from ...notes import note
 from ..launch import check_script, differences, keeping_for, launch
 from ..processes import Ranks, check_plan
 from ..start import address_towards
-from ..tasks import Keeping
+from ..tasks import CheckpointSettings
 from ..training_progress import PROGRESS_VARIABLE
 from ..worker import STDOUT_TO_STDERR
-from .protocol import HostOrder, HostReady, HostRecording, Meeting, SavedStep, failure_of
+from .protocol import HostOrder, HostReady, HostRecording, RendezvousAddress, SavedStep, failure_of
 from .remote import LauncherLine
 
 # So often the folder of checkpoints is looked at.
@@ -66,8 +66,8 @@ def _run_order(line: LauncherLine) -> None:
     check_script(order.script)
     line.tell("ready", _ready(plan, order))
     if order.node_rank == 0:
-        line.tell("met", meeting_place(line.wait_for("meet", Meeting)))
-    place = line.wait_for("go", Meeting)
+        line.tell("met", meeting_place(line.wait_for("meet", RendezvousAddress)))
+    place = line.wait_for("go", RendezvousAddress)
     ranks = Ranks(
         nproc=order.per_host[order.node_rank],
         nodes=len(order.per_host),
@@ -99,7 +99,7 @@ def _run_order(line: LauncherLine) -> None:
     )  # fmt: skip
 
 
-def _tell_of_checkpoints(line: LauncherLine, keeping: Keeping) -> None:
+def _tell_of_checkpoints(line: LauncherLine, keeping: CheckpointSettings) -> None:
     """Tells of the latest checkpoint, and of each that comes after it."""
     # Looked for in the folder, as the launcher may be where that is not.
     last: int | None = None
@@ -128,7 +128,7 @@ def _ready(plan: Plan, order: HostOrder) -> HostReady:
     )
 
 
-def meeting_place(asked: Meeting) -> Meeting:
+def meeting_place(asked: RendezvousAddress) -> RendezvousAddress:
     """An address of this host on the way to the one that is named, and a port that is free now.
 
     Raises ``InputError`` where the port that was asked for is in use.
@@ -145,4 +145,4 @@ def meeting_place(asked: Meeting) -> Meeting:
                 f"port {asked.port}, at which hosts were to meet, cannot be had "
                 f"({error.strerror}): name another with --rendezvous :PORT, or none for a free one"
             ) from None
-        return Meeting(address=address, port=int(probe.getsockname()[1]))
+        return RendezvousAddress(address=address, port=int(probe.getsockname()[1]))

@@ -88,8 +88,8 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
 
 
 def widest(problem: Problem) -> list[Problem]:
-    """What has been searched when no plan was found, less what is a part of another of these; the
-    last allows most."""
+    """The searches that were made when no plan was found, without those that another of these
+    contains; the last allows most."""
     if problem.any_schedule:
         by_barrier, by_priority = _with_schedules(problem)
         return [by_barrier, by_priority] if _saves_memory(problem) else [by_barrier]
@@ -146,7 +146,7 @@ def _better_of(problem: Problem, offloaded: Result, other: Result | None) -> Res
 
 
 def _within(problem: Problem, **allowed: object) -> Problem:
-    """The problem where no more than that is allowed, the same one where no more was."""
+    """The problem with its capability restricted to that; the same object where it was already."""
     capability = msgspec.structs.replace(problem.capability, **allowed)
     return problem if capability == problem.capability else replace(problem, capability=capability)
 

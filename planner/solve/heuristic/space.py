@@ -141,9 +141,9 @@ class ScoredDecisions:
 
     def samples(self, layout: Layout) -> int:
         """Samples of the group by whose memory is judged."""
-        # One rank stands for all: one that is in the fullest group of every layout. Where all ranks
-        # take part that is such as the one at position 0; elsewhere no rank is fuller. Where shares
-        # of the batch are planned it is the one that is short of memory first.
+        # One rank stands for all: one that is in the fullest group of every layout. Where every
+        # layout has all ranks, the rank at position 0 is one; else it bounds every rank from above.
+        # Where shares of the batch are planned it is the rank that is short of memory first.
         if layout not in self._samples:
             self._samples[layout] = self.binding.samples(self.model, layout)
         return self._samples[layout]

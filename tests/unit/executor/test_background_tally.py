@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from meshwright.executor.background.gate import FOREVER, Hold, Opening, Tally, opening
+from meshwright.executor.background.gate import FOREVER, GapChoice, Hold, RunTimes, opening
 from meshwright.executor.background.law import FIRST_HELD, PAUSE
 from meshwright.executor.background.pacer import Foreground
 from meshwright.executor.background.protocol import Kind, PacerMessage, State, Usage
 from meshwright.executor.launch.background import hardly_ran, sentence
 from meshwright.executor.launch.report import background_figures
 
-OPEN = Opening(True, FOREVER)
+OPEN = GapChoice(True, FOREVER)
 
 
-def held(why: Hold) -> Opening:
-    return Opening(False, FOREVER, why)
+def held(why: Hold) -> GapChoice:
+    return GapChoice(False, FOREVER, why)
 
 
 def test_time_is_counted_by_reason_and_only_beside_a_foreground():
-    tally = Tally(100.0)
+    tally = RunTimes(100.0)
     tally.turned(110.0, held(Hold.LEARN), True, lambda: 7.0)
     tally.turned(112.0, OPEN, True, lambda: 0.0)
     tally.turned(115.0, held(Hold.GAP), True, lambda: 0.0)
@@ -36,7 +36,7 @@ def test_time_is_counted_by_reason_and_only_beside_a_foreground():
 
 
 def test_what_is_used_beside_a_foreground_that_is_still_there():
-    tally = Tally(0.0)
+    tally = RunTimes(0.0)
     tally.turned(1.0, OPEN, True, lambda: 0.5)
     assert tally.during_steps(0.75).cpu_s == 0.25
 
@@ -52,12 +52,12 @@ def test_why_it_is_held():
     assert foreground.opening(0.0) == held(Hold.LEARN)
     first = [0.1] * FIRST_HELD
     stepped(foreground, *first)
-    assert foreground.opening(0.0) == Opening(False, pytest.approx(0.11), Hold.GAP)
+    assert foreground.opening(0.0) == GapChoice(False, pytest.approx(0.11), Hold.GAP)
     paused_s = pytest.approx(0.1 * (1.1 + PAUSE))
-    assert foreground.opening(0.12) == Opening(False, paused_s, Hold.LIMIT)  # it is overdue
+    assert foreground.opening(0.12) == GapChoice(False, paused_s, Hold.LIMIT)  # it is overdue
     assert foreground.opening(0.32) == held(Hold.ELSE)
     stepped(foreground, *first, 0.2)
-    assert foreground.opening(0.0) == Opening(False, paused_s, Hold.LIMIT)  # the debt
+    assert foreground.opening(0.0) == GapChoice(False, paused_s, Hold.LIMIT)  # the debt
     assert opening(0.0, 0.2, None).why is Hold.LIMIT  # cut to less than all of the gaps
     assert opening(0.0, 1.0, None).why is None
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from meshwright.executor import control_groups, headroom
-from meshwright.executor.headroom import Short, free_bytes, overflowed, refusal
+from meshwright.executor import cgroups, headroom
+from meshwright.executor.headroom import MemoryShortage, free_bytes, overflowed, refusal
 from meshwright.executor.launch.start import memory_bytes
 from meshwright.models.units.storages import OverBudgetError
 from meshwright.planner.schema.goal import Goal
@@ -34,7 +34,10 @@ def test_a_plan_knows_where_most_is_alive(plan):
 
 def test_the_refusal_names_rank_unit_class_and_a_limit_that_fits(plan):
     needed = max(plan.prediction.peak_bytes)
-    short = [Short(1, needed, needed - 2 * MIB, needed), Short(2, MIB, 0, needed - 3 * MIB)]
+    short = [
+        MemoryShortage(1, needed, needed - 2 * MIB, needed),
+        MemoryShortage(2, MIB, 0, needed - 3 * MIB),
+    ]
     error = refusal(plan, short)
     assert error.sentence.startswith("rank 1 has ")
     assert "backward of unit 'fc2', above all feature maps" in str(error)
@@ -50,8 +53,8 @@ SECOND = "memory.max", "memory.current", "inactive_file"
 def groups(monkeypatch, tmp_path):
     """``groups(text, path, names, limit, used, reclaimable)`` puts this process in a group."""
     process, mounted = tmp_path / "cgroup", tmp_path / "mounted"
-    monkeypatch.setattr(control_groups, "PROCESS", process)
-    monkeypatch.setattr(control_groups, "MOUNTED", mounted)
+    monkeypatch.setattr(cgroups, "PROCESS", process)
+    monkeypatch.setattr(cgroups, "MOUNTED", mounted)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
 
     def make(text, path, names, limit, used=100 * MIB, reclaimable=0):
@@ -82,7 +85,7 @@ def test_a_control_group_s_limit_counts(groups, text, path, names, none):
     groups(text, path, names, 500 * MIB, reclaimable=40 * MIB)
     assert free_bytes(CPU) == 110 * MIB
     groups(text, path, names, none)
-    assert control_groups.memory_groups() == []
+    assert cgroups.memory_groups() == []
     assert free_bytes(CPU) > 0
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from meshwright.executor.comm import watchdog
 from meshwright.executor.comm.collective_log import CollectiveLog, _ordinal
 from meshwright.executor.comm.groups import Group
-from meshwright.executor.comm.heartbeat import Heard, Heartbeat, within
+from meshwright.executor.comm.heartbeat import Heartbeat, HeartbeatStatus, within
 from meshwright.executor.comm.watchdog import Watchdog, where_all_are
 
 
@@ -36,9 +36,9 @@ def said_of(size: int, *heard: object, one_host: bool = False) -> str:
 
 def test_who_is_silent_comes_first_and_changes_the_remedy() -> None:
     heard = [
-        Heard("waits in forward 2", True),
-        Heard("waits in forward 2", True),
-        Heard("is in forward 2", False),
+        HeartbeatStatus("waits in forward 2", True),
+        HeartbeatStatus("waits in forward 2", True),
+        HeartbeatStatus("is in forward 2", False),
     ]
     assert said_of(3, "forward 2 since 5 s", heard) == (
         "rank 0 on h0 waits in forward 2 since 5 s; rank 2 on h2 is not heard of any more (its "
@@ -48,7 +48,10 @@ def test_who_is_silent_comes_first_and_changes_the_remedy() -> None:
 
 
 def test_a_rank_that_ended_is_not_silent() -> None:
-    heard = [Heard(None, True), Heard("has ended (it last is in forward 1)", False)]
+    heard = [
+        HeartbeatStatus(None, True),
+        HeartbeatStatus("has ended (it last is in forward 1)", False),
+    ]
     sentence = said_of(2, "forward 2 since 5 s", heard)
     assert "rank 1 on h1 has ended (it last is in forward 1)" in sentence
     assert "not heard of" not in sentence
@@ -56,7 +59,7 @@ def test_a_rank_that_ended_is_not_silent() -> None:
 
 
 def test_a_silent_rank_is_listed_among_many() -> None:
-    heard = [Heard("waits", rank != 60) for rank in range(64)]
+    heard = [HeartbeatStatus("waits", rank != 60) for rank in range(64)]
     sentence = said_of(64, "forward 2 since 5 s", heard)
     assert "rank 60 on h60 is not heard of any more" in sentence
     assert "55 more ranks are not listed" in sentence
@@ -71,7 +74,7 @@ def test_a_store_that_does_not_answer() -> None:
 
 
 def test_on_one_host_no_link_is_blamed() -> None:
-    gone = [Heard(None, True), Heard("is in forward 1", False)]
+    gone = [HeartbeatStatus(None, True), HeartbeatStatus("is in forward 1", False)]
     said = said_of(2, "forward 1 since 0.3 s", gone, "Connection closed", one_host=True)
     assert said.startswith(
         "rank 0 waits in forward 1 since 0.3 s and lost the connection to another rank "
@@ -79,7 +82,7 @@ def test_on_one_host_no_link_is_blamed() -> None:
     )
     assert "printed last" in said
     assert "host" not in said.replace("other", "")
-    there = [Heard(None, True), Heard("is in forward 1", True)]
+    there = [HeartbeatStatus(None, True), HeartbeatStatus("is in forward 1", True)]
     said = said_of(2, "forward 1 since 0.3 s", there, "Connection closed", one_host=True)
     assert "all ranks still run" in said
     assert "link" not in said
@@ -146,8 +149,8 @@ class Beating(Hosts):
     def give_up(self) -> None:
         self.gave_up.set()
 
-    def ask(self, keys: list[str]) -> list[Heard]:
-        return [Heard(None, True), Heard("is in forward 3", True)]
+    def ask(self, keys: list[str]) -> list[HeartbeatStatus]:
+        return [HeartbeatStatus(None, True), HeartbeatStatus("is in forward 3", True)]
 
     def part(self, alive: object) -> None:
         pass

@@ -9,7 +9,7 @@ import torch
 from meshwright.executor.gradients.pending import WaitingGradient
 from meshwright.models.compiled import (
     CompiledRegions,
-    Taken,
+    Uncompiled,
     ancestors,
     described,
     eager,
@@ -58,20 +58,20 @@ def test_wrappers_are_taken_off_and_put_back():
 def test_a_disabled_compilation_is_none():
     model = blocks()
     model.compile(disable=True)
-    assert described(Taken(model).model) == []
+    assert described(Uncompiled(model).model) == []
     assert not is_compiled_anew(model.modules())
 
 
 def test_what_torch_leaves_alone_stays():
     model = torch.compiler.disable(blocks())
     assert unwrapped(model) is model
-    assert Taken(model).model is model
+    assert Uncompiled(model).model is model
 
 
 def test_regions_are_the_largest_unbroken_modules():
     model = blocks()
     model.compile(backend="eager")
-    Taken(model)
+    Uncompiled(model)
     assert list(regions(model, ())) == [model]
     found = list(regions(model, ancestors(["0.first"])))
     assert found == [model[0].first, model[0].second, model[1]]

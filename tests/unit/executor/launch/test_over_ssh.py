@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from meshwright import Hosts, InputError, RunError
 from meshwright.executor.launch.hosts.over_ssh import launch_over_ssh, meeting_peer
-from meshwright.executor.launch.hosts.protocol import HostWork, Meeting
+from meshwright.executor.launch.hosts.protocol import HostWork, RendezvousAddress
 from meshwright.executor.launch.hosts.serve import meeting_place
 from meshwright.executor.launch.hosts.ssh import ssh_command
 from meshwright.planner.schema.errors import MemoryRunError
@@ -258,7 +258,7 @@ def test_a_port_in_use_is_refused():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"port {port}, .*--rendezvous :PORT"):
-            meeting_place(Meeting(address="127.0.0.1", port=port))
-    found = meeting_place(Meeting(address="127.0.0.1", port=0))
+            meeting_place(RendezvousAddress(address="127.0.0.1", port=port))
+    found = meeting_place(RendezvousAddress(address="127.0.0.1", port=0))
     assert found.address == "127.0.0.1"
     assert found.port > 1023

@@ -13,7 +13,7 @@ from meshwright.executor.launch.hosts.protocol import error_of, failure_of
 from meshwright.executor.launch.launch import with_a_plan_that_fits
 from meshwright.executor.launch.processes import Ranks
 from meshwright.executor.launch.restarts import RestartCount, run_with_restarts
-from meshwright.executor.launch.tasks import Keeping
+from meshwright.executor.launch.tasks import CheckpointSettings
 from meshwright.executor.launch.timeline import TRACE_VARIABLE
 from meshwright.executor.launch.train import steps_left
 from meshwright.planner.schema.errors import MemoryRunError
@@ -57,7 +57,7 @@ class Attempts:
 
     def run(self, folder: Path, most: int, timeout_s: float | None = None):
         ranks = Ranks(nproc=2, timeout_s=timeout_s)
-        keeping = Keeping(folder=str(folder), every=5)
+        keeping = CheckpointSettings(folder=str(folder), every=5)
         return run_with_restarts(self, ranks, keeping, Restarts(most), self.said.append)
 
 
@@ -103,7 +103,7 @@ def test_each_attempt_tells_what_it_has_recorded_itself(tmp_path, monkeypatch):
     told = []
     plan = plan_for_hosts(2)
     report = launch.launch(
-        plan, (), 3, Ranks(nproc=2), keeping=Keeping(folder=str(tmp_path), every=5),
+        plan, (), 3, Ranks(nproc=2), keeping=CheckpointSettings(folder=str(tmp_path), every=5),
         restarts=Restarts(1), recorded=lambda of, found: told.append((of, [r.rank for r in found])),
     )  # fmt: skip
     assert report == "done"
