@@ -48,6 +48,7 @@ from .planner.schema.record import write_whole
 from .planner.schema.recorded import RecordedSteps
 from .planner.schema.report import RunReport
 from .planner.solve.local_steps import plan_of_host, refuse_local_steps
+from .planner.solve.needless_loss import without_needless_loss
 from .planner.solve.problem import Problem, Relaxation
 from .planner.solve.request import (
     Schedules,
@@ -161,15 +162,10 @@ def plan(
     ``InputError``, and ``InfeasibleError`` where nothing fits.
     """
     _check_search(solver, time_limit_s)
-    if profiles_of:
-        check_names(profiles_of, cluster, "profile")  # before anything is measured
     problem = _problem(
-        what, cluster, goal, precision, bursts=bursts, hypothetical=hypothetical,
+        what, cluster, goal, precision, profiles_of, bursts=bursts, hypothetical=hypothetical,
         forbidden=forbidden, schedule=schedule, progress=progress,
     )  # fmt: skip
-    if profiles_of:
-        joined = with_profiles(problem.profile, profiles_of, cluster)
-        problem = replace(problem, profile=joined)
     # Patterns in pins are of this profile's units: they are expanded once it is known.
     return _solved(expand_pins(problem), solver, time_limit_s)
 
@@ -181,7 +177,7 @@ def _check_search(solver: str, time_limit_s: float | None) -> None:
 
 
 def _solved(problem: Problem, solver: str, time_limit_s: float | None) -> Plan:
-    found = solve(problem, solver, time_limit_s).checked()
+    found = without_needless_loss(problem, solve(problem, solver, time_limit_s)).checked()
     # Explaining the plan finds both again by the fingerprints that the plan keeps.
     cache.put(problem.profile)
     cache.put(problem.cluster)
@@ -203,12 +199,16 @@ def _problem(
     cluster: Cluster,
     goal: Goal,
     precision: str | None,
+    profiles_of: Mapping[str, ModelProfile] | None = None,
     **how: Unpack[PlanOptions],
 ) -> Problem:
     """The problem of ``problem_for``, with a profile where ``what`` is none: measured here, or
-    estimated for the cluster's devices."""
+    estimated for the cluster's devices; with the times of those nodes that have ``profiles_of``
+    their own."""
     # Before measuring, which may take a minute.
     check_schedule(how.get("schedule", "auto"))
+    if profiles_of:
+        check_names(profiles_of, cluster, "profile")
     wanted = check_precision(precision)
     if not isinstance(what, ModelProfile):
         from .profiler import sessions
@@ -219,7 +219,10 @@ def _problem(
             f"the profile of {what.target} was made with precision {what.precision or 'as built'}, "
             f"not {wanted}: profile it so, or leave --precision (precision) out"
         )
-    return problem_for(what, cluster, goal, CAPABILITY, **how)
+    problem = problem_for(what, cluster, goal, CAPABILITY, **how)
+    if not profiles_of:
+        return problem
+    return replace(problem, profile=with_profiles(problem.profile, profiles_of, cluster))
 
 
 def quicker_in_parts(
@@ -294,14 +297,16 @@ def advise(
     precision: str | None = None,
     solver: str = "auto",
     time_limit_s: float | None = None,
+    profiles_of: Mapping[str, ModelProfile] | None = None,
     **how: Unpack[PlanOptions],
 ) -> Advice:
     """What each way to train a model on a cluster is predicted to reach, the quickest first: one
     device or one host by itself, plain data parallelism, the exact plan, gradients as bfloat16 or
-    in part, local steps, twice the batch, half of the hosts. ``goal`` is as for an exact plan;
-    ``time_limit_s`` is for each way, the rest as in ``plan``."""
+    in part, local steps, twice the batch, half of the hosts. ``goal`` is as for an exact plan: what
+    it allows beyond that is not taken over. ``time_limit_s`` is for each way, the rest as in
+    ``plan``."""
     _check_search(solver, time_limit_s)
-    problem = _problem(what, cluster, goal, precision, **how)
+    problem = _problem(what, cluster, goal, precision, profiles_of, **how)
     return advice.advise(expand_pins(problem), solver, time_limit_s)
 
 

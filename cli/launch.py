@@ -56,7 +56,14 @@ def verify(
         raise InputError(f"{option(name)} says nothing {where} --steps: leave one of them out")
     made = load(Plan, plan_file, "PLAN")
     if steps is not None:
+        from ..executor.launch.losses import steps_to_begin  # which imports torch
+
         losses = api.compare_losses(made, steps=steps, seeds=seeds, timeout_s=timeout)
+        if steps <= (begun := steps_to_begin(made)):
+            note(
+                f"what this plan leaves for later steps is in full force after {begun} steps, and "
+                f"{steps} were compared: ask for more, such as --steps {2 * begun}"
+            )
         deliver(losses, out_, json, losses_table(losses), losses_sentence(losses))
         return
     found = api.verify(made, dtype=_dtype(dtype), batch=batch, timeout_s=timeout)

@@ -39,7 +39,7 @@ from .render.documents import (
 )
 from .render.explanations import explanation_tables
 from .render.memory import kept_sentences, memory_tables, plot_memory
-from .values import by_name, number, speeds, whole
+from .values import number, profiles_of, speeds, whole
 
 
 def plan(
@@ -122,10 +122,7 @@ def plan(
     )
     what = load(ModelProfile, target, "TARGET") if target.endswith(".json") else target
     there = with_relative_speeds(load(Cluster, cluster, "--cluster"), speeds(relative_speed))
-    others = {
-        node: load(ModelProfile, file, "--profile-of")
-        for node, file in by_name(profile_of, "--profile-of").items()
-    }
+    others = profiles_of(profile_of)
     if ranks is not None and not sizes:
         if isinstance(what, ModelProfile):
             what, there = resized_with(what, there, ranks[0])

@@ -8,6 +8,8 @@ from functools import partial
 import typer
 
 from ..planner.schema.errors import InputError
+from ..planner.schema.profile import ModelProfile
+from ..planner.schema.record import load
 
 OptionInfo = typer.models.OptionInfo
 
@@ -142,6 +144,12 @@ def speeds(given: Sequence[str] | None) -> dict[str, float]:
             several = f", and {option} once for each node" if "=" in value else ""
             raise InputError(f"{option} {name}={value}: {error}{several}") from None
     return found
+
+
+def profiles_of(given: Sequence[str] | None) -> dict[str, ModelProfile]:
+    """The profiles of ``--profile-of NODE=FILE``."""
+    option = "--profile-of"
+    return {node: load(ModelProfile, file, option) for node, file in by_name(given, option).items()}
 
 
 # Below this a plain number is taken for one whose unit was forgotten.

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,6 +70,10 @@ class AgreedPart:
         for own, part in self._overlaps():
             torch.sub(self.agreed[own], part, out=self._message[own])
         return self._message
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """All that this holds beside the parameters."""
+        return self.agreed, self.momentum, self._message
 
     def _overlaps(self) -> Iterator[tuple[slice, Tensor]]:
         """Where in this rank's part a tensor's elements lie, and these."""
@@ -162,6 +167,11 @@ class HostsApart:
                 tensor = param.parameter
                 kinds.setdefault((param.degree, tensor.dtype, tensor.device), []).append(param)
         return [AgreedPart(alike, self._world.agreed[alike[0].degree]) for alike in kinds.values()]
+
+    def lasting(self) -> Iterator[Tensor]:
+        """What is kept from step to step, one by one."""
+        for part in chain.from_iterable(self.fragments):
+            yield from part.kept()
 
     @torch.no_grad()
     def stepped(self, finish_steps: Callable[[], None]) -> None:

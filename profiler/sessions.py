@@ -440,9 +440,15 @@ def profile_for(
         chosen, where = _tried(target, precision), local_device()
         if ranks > 1 and where.type == "cpu" and isinstance(target, str):
             return _on_ranks(target, batches, ranks, chosen.precision, refresh=False)
-        return profile_model(
-            chosen, batches=batches, device=where, progress=progress, room_bytes=room_bytes(where)
-        )
+        key = _profile_key(chosen, batches, where)
+        known = cache.get(ModelProfile, key)
+        if known is None:
+            room = room_bytes(where)
+            known = profile_model(
+                chosen, batches=batches, device=where, progress=progress, room_bytes=room
+            )
+            cache.put(known, key)
+        return known
     if len(names) > 1 and names <= set(catalogued()):
         return _estimated_for_each(target, cluster, precision, progress)
     if len(names) > 1:

@@ -9,10 +9,17 @@ from .table import empty_table
 
 CHANGES: dict[Changes, str] = {
     "nothing": "nothing",
-    "rounding": "rounding of gradients",
+    "rounding": "the rounding of gradients",
     "waiting": "which gradients wait",
-    "batch": "samples in a step",
-    "algorithm": "algorithm",
+    "batch": "the samples in a step",
+    "algorithm": "the algorithm",
+}
+# Ways without a plan, as a sentence speaks of them; the others have an article.
+_SPOKEN = {
+    "data parallel (DDP)": "data parallelism as DDP does it",
+    "one device": "one device by itself",
+    "one host": "one host by itself",
+    "half of the hosts": "half of the hosts",
 }
 
 
@@ -44,21 +51,22 @@ def advice_sentence(found: Advice) -> str:
     had = [way for way in found.ways if way.gain is not None]
     exact = next((way for way in had if way.changes == "nothing"), None)
     if exact is None:
-        return f"{_binds(found)} No way fits that changes nothing."
+        why = next((way.why for way in found.ways if way.changes == "nothing" and way.why), "")
+        return f"{_binds(found)} No way fits that changes nothing: {why}."
     if exact.gain == 1.0:  # data parallelism itself, or a plan that is no more
-        words = f"{exact.name} is the quickest way that changes nothing"
+        words = f"{_spoken(exact)} is the quickest way that changes nothing"
     else:
         words = f"{_as_fast(exact)} as data parallelism and changes nothing"
     # Local steps are the last resort, whatever they reach.
     best = next(way for way in had if way.changes != "algorithm")
     if best is not exact:
-        words += f", {_as_fast(best)} and changes the {CHANGES[best.changes]}"
+        words += f", {_as_fast(best)} and changes {CHANGES[best.changes]}"
     if had[0] is not best:
         words += (
-            f". If nothing else is quick enough, the {_as_fast(had[0])} in rounds of "
+            f". If nothing else is quick enough, {_as_fast(had[0])} in rounds of "
             f"{had[0].inner_steps} inner steps and changes the algorithm"
         )
-    return f"{_binds(found)} The {words}."
+    return f"{_binds(found)} {words[0].upper()}{words[1:]}."
 
 
 def slow_sentences(found: Advice) -> list[str]:
@@ -84,4 +92,8 @@ def _binds(found: Advice) -> str:
 
 
 def _as_fast(way: Way) -> str:
-    return f"{way.name} is {way.gain:.2f} times as fast"
+    return f"{_spoken(way)} is {way.gain:.2f} times as fast"
+
+
+def _spoken(way: Way) -> str:
+    return _SPOKEN.get(way.name, f"the {way.name}")

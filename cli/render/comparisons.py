@@ -264,7 +264,7 @@ def losses_sentence(found: LossComparison) -> str:
     if apart == "0.00%":
         than = "as high (within 0.01%) as"
     sure = ""
-    if found.error is not None:
+    if found.error is not None and apart != "0.00%":
         # Twice the standard error of paired seeds.
         within = abs(found.ratio - 1) <= 2 * found.error
         much = "no more than" if within else "more than"

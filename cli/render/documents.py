@@ -170,6 +170,7 @@ def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> lis
             "table": "those of a published table",
         }[profile.origin]
         words.append(f"The units' times are {source}, not measured.")
+    words += of_other_devices(profile, cluster)
     counts = batch_counts(
         plan.goal.batch, plan.world_size, plan.micro_batches, plan.local_batch_sizes
     )
@@ -182,6 +183,18 @@ def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> lis
             "--profile."
         )
     return words + [f"Calibrated: {said}." for said in (*profile.calibrated, *cluster.calibrated)]
+
+
+def of_other_devices(profile: ModelProfile, cluster: Cluster) -> list[str]:
+    """That the units were measured on a device that the cluster has none of."""
+    names = {device.name for device in cluster.devices}
+    if profile.origin != "measured" or profile.device in names:
+        return []
+    return [
+        f"The units' times were measured on {profile.device}, and the cluster has "
+        f"{' and '.join(sorted(names))}: profile the model there, or estimate it (meshwright "
+        "profile --device), for times of these."
+    ]
 
 
 def memory_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:

@@ -245,6 +245,14 @@ def differences(plan: Plan, ranks: int, first: int = 0) -> list[str]:
             f"the plan was made for {' and '.join(names)} and this host has {here}: what is "
             "measured here says little of the prediction"
         )
+    nodes = made_for.node_of_rank[first : first + ranks] if made_for else ()
+    if made_for and len(set(nodes)) > 1:
+        hosts = " and ".join(made_for.nodes[i].name for i in dict.fromkeys(nodes))
+        found.append(
+            f"the plan was made for {hosts}, and their ranks all start on this host: the links "
+            "between them are not used, and steps take less than predicted; spread the ranks over "
+            "hosts with --nnodes or --hosts"
+        )
     return found
 
 

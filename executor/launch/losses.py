@@ -12,6 +12,7 @@ from ...planner.explain.compare import with_exact_gradients
 from ...planner.schema.errors import RunError
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Index, Record
+from ..gradients.feedback import Lossy
 from ..parallel import run_of
 from .steps import Progress
 from .train import LEARNING_RATE, begin_training, drawing, scaler_for, take_step, whole_losses
@@ -65,6 +66,17 @@ class LossComparison(Record, frozen=True, kw_only=True):
         """The standard error of that mean; None of a single seed."""
         ratios = [one.ratio for one in self.seeds]
         return stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
+
+
+def steps_to_begin(plan: Plan) -> int:
+    """After how many steps all that a lossy plan does to the training has begun: top-k has come
+    down to the share that it is to send, hosts that train apart have averaged all they have."""
+    found, settings = 0, Lossy()
+    if any(unit.exchange == "topk" for unit in plan.units):
+        found = settings.stages * settings.stage_backwards
+    if plan.local_steps is not None:
+        found = max(found, plan.local_steps.inner_steps + plan.local_steps.delay)
+    return found
 
 
 def _end(losses: Sequence[float]) -> float:

@@ -342,8 +342,11 @@ def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[T
     yield from workload.model.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-    for group in _dropped_groups(run_of(workload.model)):
+    run = run_of(workload.model)
+    for group in _dropped_groups(run):
         yield from group.unsent()
+    if run.apart is not None:
+        yield from run.apart.lasting()
 
 
 def _summary(

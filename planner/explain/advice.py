@@ -24,6 +24,7 @@ from ..solve.answer import over_bytes
 from ..solve.evaluate import evaluation
 from ..solve.heuristic.resize import resized_problem, resized_with
 from ..solve.local_steps import cannot
+from ..solve.needless_loss import without_needless_loss
 from ..solve.problem import Problem
 from ..solve.solver import solve
 
@@ -238,6 +239,7 @@ def _way(asked: _Asked, solver: str, time_limit_s: float | None) -> Way:
     problem = asked.problem
     refused = cannot(problem) if asked.apart else None
     found = solve(replace(problem, progress=None), solver, time_limit_s)
+    found = without_needless_loss(problem, found)
     way = Way(
         name=asked.name, changes=asked.changes, options=asked.options,
         ranks=problem.cluster.world_size, batch=problem.goal.batch,

@@ -151,8 +151,23 @@ class Goal(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Types say this of what is read from files; what Python makes is not checked by them.
+        _at_least_one("batch", self.batch)
+        if self.memory_limit_bytes:  # of none at all it is said that nothing fits
+            _at_least_one("memory limit", self.memory_limit_bytes)
         if not self.micro_batches:
             raise InputError("micro_batches is empty: name at least one count, such as 1")
+        for count in self.micro_batches:
+            _at_least_one("number of micro-batches", count)
+        for size in self.slice_bytes:
+            _at_least_one("slice size", size)
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("batch statistics", self.batch_statistics, get_args(BatchStatistics))
+        _one_of("objective", self.objective, OBJECTIVES.values())
+        if not 0 <= self.min_fidelity <= 1:
+            raise InputError(
+                f"a least fidelity of {self.min_fidelity:g} is no share: give 0 to 1, such as 0.9"
+            )
 
     @property
     def slowdown(self) -> float:
@@ -324,6 +339,8 @@ def _above_zero(what: str, value: float | None) -> None:
 
 
 def _at_least_one(what: str, value: int) -> None:
+    if not isinstance(value, int):
+        raise InputError(f"a {what} of {value!r} cannot be: give a whole number")
     if value < 1:
         raise InputError(f"a {what} of {value} cannot be: give at least 1")
     if value > MOST:

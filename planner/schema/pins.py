@@ -95,7 +95,8 @@ def _parts(text: str, *, everywhere: bool = False) -> tuple[str, tuple[Layout, .
 def _unreadable(text: str) -> InputError:
     _, _, style = text.rpartition("=")[2].rpartition(":")
     policies = [policy for policy in POLICIES if policy not in ALWAYS]
-    near = nearest(style, (*STYLES, *policies))
+    # To be told of a policy by its own name would not help: it can be forbidden, not pinned.
+    near = None if style in policies else nearest(style, (*STYLES, *policies))
     return InputError(
         f"{text!r} says no layout: {f'try {quoted(near)}, or ' if near else ''}"
         "write UNIT=GROUPSxMEMBERS such as fc1=4x2, a style "

@@ -84,11 +84,16 @@ def test_a_host_of_unequal_ones_is_held_against_its_own_devices(monkeypatch, tmp
     nodes = (cluster_of(1).nodes[0], *others)
     cache.put(there := msgspec.structs.replace(cluster_of(1), nodes=nodes))
     made = make_plan(short_vgg(), there, Goal(batch=6))
-    assert differences(made, 2, 1) == []
+    assert differences(made, 1, 1) == differences(made, 1, 2) == []
     (said,) = differences(made, 1, 0)
     assert "the plan was made for a100 and this host has cpu" in said
-    (said,) = differences(made, 3)  # all of it here
-    assert "made for a100 and cpu" in said
+    devices, hosts = differences(made, 3)  # all of it here
+    assert "made for a100 and cpu" in devices
+    for node in there.nodes:
+        assert node.name in hosts
+    assert "the links between them are not used" in hosts
+    (said,) = differences(made, 2, 1)
+    assert "--nnodes or --hosts" in said
 
 
 def test_checkpoints_are_refused_before_anything_starts(meshwright, plan_file, tmp_path):

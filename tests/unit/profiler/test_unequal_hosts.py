@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import torch
 from meshwright.planner.cost.device_kinds import slowed
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
+from meshwright.profiler import sessions
 from meshwright.profiler.catalogue import catalogued_device, describe_cluster
 from meshwright.profiler.sessions import joined_profile, profile_for
 
@@ -57,6 +59,17 @@ def test_a_cluster_of_several_catalogued_devices_is_estimated_for_each() -> None
     assert (slow.nodes, slow.device) == (("node1",), "t4")
     own = [unit.shares for unit in found.units]
     assert [unit.shares for unit in slow.units] != own
+
+
+def test_what_was_measured_for_a_batch_is_found_again(monkeypatch, tmp_path) -> None:
+    """On one rank of a host, too: the next command must not predict from other times."""
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
+    times = iter((1.0, 2.0))
+    monkeypatch.setattr(sessions, "profile_model", lambda *_, **__: measured(next(times)))
+    there = sessions.single_rank(torch.device("cpu"))
+    first = profile_for("mlp", there, Goal(batch=8), None, None)
+    assert profile_for("mlp", there, Goal(batch=8), None, None) == first
+    assert profile_for("mlp", there, Goal(batch=64), None, None) != first
 
 
 def test_of_devices_that_are_not_known_profiles_are_asked_for() -> None:
