@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import meshwright as mw
 import msgspec
 import pytest
 from meshwright.cli.render.comparisons import losses_sentence
-from meshwright.executor.launch.losses import LossComparison, SeedLosses
+from meshwright.executor.launch.losses import LossComparison, SeedLosses, steps_to_begin
 from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.local_steps import LocalSteps
 
 from tests.strategies import chain_profile, cluster, linear
 
@@ -69,3 +72,18 @@ def test_nothing_is_compared_in_no_steps(name: str) -> None:
 def test_verify_names_the_comparison() -> None:
     with pytest.raises(InputError, match=r"verify --steps 50"):
         mw.verify(made(exchange="topk", exchange_ratio=0.01))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "local", "steps"),
+    [
+        ("dense", None, 0),
+        ("int8", None, 0),
+        ("topk", None, 100),  # its warm-up: four stages of 25 backwards
+        ("dense", LocalSteps(hosts=2, inner_steps=40, fragments=(0,), delay=5), 45),
+        ("topk", LocalSteps(hosts=2, inner_steps=400, fragments=(0,)), 400),
+    ],
+)
+def test_when_all_that_a_lossy_plan_does_has_begun(exchange, local, steps):
+    units = [SimpleNamespace(exchange=exchange)]
+    assert steps_to_begin(SimpleNamespace(units=units, local_steps=local)) == steps
