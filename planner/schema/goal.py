@@ -153,7 +153,8 @@ class Goal(Record, frozen=True, kw_only=True):
         super().__post_init__()
         # Types say this of what is read from files; what Python makes is not checked by them.
         _at_least_one("batch", self.batch)
-        if self.memory_limit_bytes:  # of none at all it is said that nothing fits
+        # Of none at all it is said that nothing fits; what asks without a limit gives far too much.
+        if self.memory_limit_bytes is not None and self.memory_limit_bytes < 0:
             _at_least_one("memory limit", self.memory_limit_bytes)
         if not self.micro_batches:
             raise InputError("micro_batches is empty: name at least one count, such as 1")
