@@ -44,7 +44,7 @@ from .planner.schema.pins import EARLY_RELEASE
 from .planner.schema.plan import Plan
 from .planner.schema.precision import check_precision
 from .planner.schema.profile import ModelProfile
-from .planner.schema.record import write_whole
+from .planner.schema.record import check_is, write_whole
 from .planner.schema.recorded import RecordedSteps
 from .planner.schema.report import RunReport
 from .planner.solve.local_steps import plan_of_host, refuse_local_steps
@@ -206,6 +206,8 @@ def _problem(
     estimated for the cluster's devices; with the times of those nodes that have ``profiles_of``
     their own."""
     # Before measuring, which may take a minute.
+    check_is(cluster, Cluster)
+    check_is(goal, Goal)
     check_schedule(how.get("schedule", "auto"))
     if profiles_of:
         check_names(profiles_of, cluster, "profile")
@@ -239,6 +241,7 @@ def quicker_in_parts(
     The profile and the cluster are found as for ``explain``; the rest as it was planned. Under
     more micro-batches the training loop goes through ``micro_batches(model, batch, count)``.
     """
+    check_is(plan, Plan)
     if plan.local_steps is not None:
         return None  # more micro-batches were searched for a host by itself
     made, there = made_from(plan, profile, cluster)
@@ -459,6 +462,7 @@ def report(
     made, there = made_from(plan, profile, cluster)
     why.check_belongs(plan, made, there)
     if result is not None:
+        check_is(result, RunReport)
         calibration.check_result_of(plan, result)
     curves = None
     if what_if:
@@ -499,6 +503,7 @@ def multiplex(
                 "order, or none"
             )
     for plan in plans:
+        check_is(plan, Plan)
         refuse_local_steps(plan, "simulated beside others")
     # repeat() has no end, so zip cannot be strict: the counts are checked above.
     jobs = [
@@ -520,6 +525,8 @@ def multiplex(
 
 def compare(first: Plan, second: Plan) -> Comparison:
     """What two plans decide differently, and what they predict."""
+    check_is(first, Plan)
+    check_is(second, Plan)
     return comparing.compare(first, second)
 
 
@@ -533,6 +540,8 @@ def calibrate(
     both of them corrected, to plan with next. ``report`` is what ``launch`` returned. The profile
     and the cluster are found as for ``explain``. Raises ``InputError`` for the report of another
     plan, and for one that tells nothing."""
+    check_is(plan, Plan)
+    check_is(report, RunReport)
     refuse_local_steps(plan, "held against a run")
     return calibration.calibrate(plan, report, *made_from(plan, profile, cluster))
 
@@ -561,6 +570,7 @@ def verify(
     from .executor.launch.tasks import Task, run_here
     from .executor.launch.verify import Verification
 
+    check_is(plan, Plan)
     check_plan(plan, plan.world_size)
     if plan.local_steps is not None:
         raise InputError(
@@ -598,6 +608,7 @@ def compare_losses(
     from .executor.launch.processes import check_plan
     from .executor.launch.tasks import Task, run_here
 
+    check_is(plan, Plan)
     check_plan(plan, plan.world_size)
     for name, value in (("steps", steps), ("seeds", seeds)):
         if value < 1:
@@ -674,6 +685,7 @@ def launch(
     from .executor.launch.scalars import TENSORBOARD_VARIABLE
     from .executor.launch.training_progress import PROGRESS_VARIABLE
 
+    check_is(plan, Plan)
     again = Restarts(restarts) if isinstance(restarts, int) else restarts
     again.check(checkpoint, 0 if hosts is None else len(hosts.names), nodes)
     background_job = (

@@ -71,6 +71,11 @@ def workload(target: str | Workload, *, seed: int = 0, precision: str | None = N
         return replace(workload(target, seed=seed), precision=chosen)
     if isinstance(target, Workload):
         return located(with_shapes(target))
+    if not isinstance(target, str):
+        raise InputError(
+            f"got {type(target).__name__} as target, expected a workload's name, file.py:factory "
+            "or a meshwright.Workload, which Workload(name, model, make_batch, loss) makes"
+        )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if ":" in target:

@@ -159,6 +159,19 @@ def load(cls: type[RecordT], path: str | Path, given: str = "") -> RecordT:
     return decode(cls, data, f"{given} {path}".lstrip())
 
 
+def check_is(value: object, cls: type[Record]) -> None:
+    """Refuses what is no such record, most often the name of a file that has not been read."""
+    if isinstance(value, cls):
+        return
+    wanted = cls.__name__
+    if isinstance(value, str | Path):
+        raise InputError(
+            f"{str(value)!r} is a name, and a {wanted} is needed: load({wanted}, {str(value)!r}) "
+            "reads one from a file"
+        )
+    raise InputError(f"got {type(value).__name__}, expected a {wanted}: give one in its place")
+
+
 def save(record: Record, path: str | Path) -> None:
     """Writes a record whole or not at all. Raises ``InputError`` for one that could not be read
     again: its figures come from a file with figures that no machine has."""

@@ -14,6 +14,7 @@ from ..schema.pins import EARLY_RELEASE, without
 from ..schema.plan import Plan
 from ..schema.precision import is_scaled
 from ..schema.profile import ModelProfile
+from ..schema.record import check_is
 from .heuristic.schedules import SLICE_BYTES
 from .problem import Problem, Progress
 
@@ -121,6 +122,9 @@ def made_from(
     plan: Plan, profile: ModelProfile | None, cluster: Cluster | None
 ) -> tuple[ModelProfile, Cluster]:
     """What a plan was made from, by fingerprint where it is not given; raises ``InputError``."""
+    for value, kind in ((plan, Plan), (profile, ModelProfile), (cluster, Cluster)):
+        if value is not None:
+            check_is(value, kind)
     return (
         profile or cache.get_named(ModelProfile, plan.provenance.profile, "--profile"),
         cluster or cache.get_named(Cluster, plan.provenance.cluster, "--cluster"),

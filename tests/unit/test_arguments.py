@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import meshwright as mw
 import pytest
 import torch
 from meshwright.cli import demonstration
@@ -55,6 +57,34 @@ def test_types_that_cannot_be(name: str, value: object, remedy: str):
         check_arguments(**{**RIGHT, name: value})
     assert f"{name}={value!r}" in str(caught.value)
     assert remedy in str(caught.value)
+
+
+def one_device() -> mw.Cluster:
+    return mw.describe_cluster(device="a100-sxm-40gb")
+
+
+FILE = "file.json"
+GOAL = mw.Goal(batch=8)
+WRONG_RECORDS = {
+    "plan": (lambda: mw.plan("mlp", FILE, GOAL), "a Cluster is needed: load(Cluster, 'file.json')"),
+    "goal": (lambda: mw.plan("mlp", one_device(), 8), "got int, expected a Goal"),
+    "target": (lambda: mw.plan(nn.Linear(2, 2), one_device(), GOAL), "got Linear as target"),
+    "explain": (lambda: mw.explain(FILE), "load(Plan, 'file.json')"),
+    "compare": (lambda: mw.compare(FILE, FILE), "load(Plan, 'file.json')"),
+    "launch": (lambda: mw.launch(FILE), "load(Plan, 'file.json')"),
+    "verify": (lambda: mw.verify(FILE), "load(Plan, 'file.json')"),
+    "compare_losses": (lambda: mw.compare_losses(FILE), "load(Plan, 'file.json')"),
+    "calibrate": (lambda: mw.calibrate(FILE, FILE), "load(Plan, 'file.json')"),
+    "multiplex": (lambda: mw.multiplex([FILE]), "load(Plan, 'file.json')"),
+    "report": (lambda: mw.report(FILE, "page.html"), "load(Plan, 'file.json')"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_RECORDS)
+def test_the_name_of_a_file_is_no_record(name: str):
+    wrong, sentence = WRONG_RECORDS[name]
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        wrong()
 
 
 def test_a_search_without_time_is_refused():
