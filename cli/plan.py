@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..executor.capability import CAPABILITY
 from ..executor.launch.progress import progress
 from ..executor.notes import note
 from ..planner.cost.device_kinds import with_relative_speeds
@@ -22,7 +23,8 @@ from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
 from ..planner.schema.text import seconds
 from ..planner.solve.heuristic.resize import resized, resized_with
-from ..planner.solve.request import made_from
+from ..planner.solve.local_steps import cannot
+from ..planner.solve.request import made_from, problem_of
 from . import options
 from .output import check_out, deliver
 from .render.comparisons import comparison_tables, front_table, sizes_table
@@ -176,6 +178,17 @@ def _fewer_fragments(made: Plan) -> str | None:
     )
 
 
+def _why_together(made: Plan, profile: ModelProfile | None, cluster: Cluster) -> str:
+    """Why local steps that are allowed were not taken."""
+    # A profile measured for this plan is found on disk again, unless it could not be kept there.
+    with suppress(InputError):
+        problem = problem_of(made, *made_from(made, profile, cluster), CAPABILITY)
+        impossible = cannot(problem)
+        if impossible is not None:
+            return impossible
+    return "that is not predicted to be clearly quicker than this plan, or does not fit"
+
+
 def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: Any) -> list[str]:
     """The sentences below a plan; what its user should know of the request goes to stderr."""
     from .. import api
@@ -198,10 +211,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
             why = f"none was measured to keep {goal.min_fidelity:g} of the energy, or {why}"
         note(f"no unit {what}: {why}, or gradients have 16 bits already")
     if goal.allow_local_steps and made.local_steps is None:
-        note(
-            "hosts do not train apart: that is impossible here, or not predicted to be clearly "
-            "quicker than this plan"
-        )
+        note(f"hosts do not train apart: {_why_together(made, profile, cluster)}")
     note(_fewer_fragments(made))
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")

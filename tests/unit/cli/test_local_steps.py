@@ -61,7 +61,10 @@ def test_plan_says_how_hosts_train_apart(meshwright, files, tmp_path):
     assert (made["outer_lr"], made["outer_momentum"]) == (0.5, 0.0)
 
     quick = meshwright("plan", profile, "-c", fast, *command, "--allow-local-steps")
-    assert "note: hosts do not train apart" in " ".join(quick.err.split())
+    assert "note: hosts do not train apart: that is not predicted" in " ".join(quick.err.split())
+    alone = ("--batch", 1, "--solver", "heuristic", "--schedule", "barrier")
+    few = meshwright("plan", profile, "-c", slow, *alone, "--allow-local-steps")
+    assert "do not train apart: a batch of 1 leaves ranks" in " ".join(few.err.split())
     assert "train apart" not in quick.out
 
 
