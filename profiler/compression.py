@@ -20,25 +20,29 @@ from ..executor.gradients.topk import add_parts, largest, packed, topk_elements
 from ..executor.gradients.wire import WIRE_DTYPES, decode, encode, wire_dtype
 from ..planner.schema.profile import CodedExchange, CompressionRate
 from .catalogue import Datasheet
+from .fidelity import RATIOS
 from .roofline import estimated_s
 from .timing import timed_s
 
 # Elements of the slice, 2 MiB of float32: plans have slices of 1, 4 and 16 MiB.
 ELEMENTS = 2**19
 PAUSE_S = 0.005
-PEERS = 2
-TOPK_RATIO = 0.05
+PEERS = 4
 ROUNDS = 7
 
 
 class Coding(NamedTuple):
     """What is done to a gradient before it is sent, and when it has come; ``plain`` is what a dense
-    exchange does then."""
+    exchange does then. Where all get what each of their ``peers`` has sent, ``after`` is of that of
+    all, and ``plain`` of one's. ``ratio`` is the share of the elements that is sent, if it is the
+    time's matter."""
 
     exchange: CodedExchange
     before: Callable[[], object]
     after: Callable[[], object]
     plain: Callable[[], object]
+    ratio: float | None = None
+    peers: int = 1
 
     @property
     def parts(self) -> tuple[Callable[[], object], ...]:
@@ -59,9 +63,28 @@ def wire_codings(gradient: Tensor) -> Iterator[Coding]:
 
 def part_codings(gradient: Tensor) -> Iterator[Coding]:
     """Those of the exchanges that send a part of a flat gradient."""
+    for ratio in RATIOS["topk"]:
+        yield _topk(gradient, ratio)
     held = ErrorFeedback()
     held.restore(torch.zeros_like(gradient))
-    average, count = torch.empty_like(gradient), topk_elements(gradient.numel(), TOPK_RATIO)
+    # What waits is added up, and its size is agreed on.
+    yield Coding("dropped", lambda: l1(held.add(gradient)) + l1(gradient), _nothing, _nothing)
+    average = torch.empty_like(gradient)
+    rounded, residual = gradient.clone(), torch.zeros_like(gradient)
+    message = pack(gradient.clone(), torch.zeros_like(gradient))
+    yield Coding(
+        "int8",
+        lambda: pack(rounded, residual, on_stream=gradient.is_cuda),
+        lambda: add_up([message] * PEERS, average),
+        lambda: add_up([message], average),
+        peers=PEERS,
+    )
+
+
+def _topk(gradient: Tensor, ratio: float) -> Coding:
+    held = ErrorFeedback()
+    held.restore(torch.zeros_like(gradient))
+    average, count = torch.empty_like(gradient), topk_elements(gradient.numel(), ratio)
     index = torch.arange(0, gradient.numel(), gradient.numel() // count)
     values = gradient[index]
 
@@ -69,19 +92,11 @@ def part_codings(gradient: Tensor) -> Iterator[Coding]:
         chosen = largest(held.add(gradient), count)
         packed(held.take(chosen), chosen)
 
-    def put_together() -> None:
-        add_parts([(values, index)] * PEERS, average.zero_())
+    def put_together(peers: int) -> None:
+        add_parts([(values, index)] * peers, average.zero_())
 
-    yield Coding("topk", choose, put_together, _nothing)
-    # What waits is added up, and its size is agreed on.
-    yield Coding("dropped", lambda: l1(held.add(gradient)) + l1(gradient), _nothing, _nothing)
-    rounded, residual = gradient.clone(), torch.zeros_like(gradient)
-    message = pack(gradient.clone(), torch.zeros_like(gradient))
-    yield Coding(
-        "int8",
-        lambda: pack(rounded, residual, on_stream=gradient.is_cuda),
-        lambda: add_up([message] * PEERS, average),
-        _nothing,
+    return Coding(
+        "topk", choose, lambda: put_together(PEERS), lambda: put_together(1), ratio, PEERS
     )
 
 
@@ -106,10 +121,15 @@ def _rate(
     coding: Coding, size_bytes: int, before: float, after: float, plain: float
 ) -> CompressionRate:
     """The rate of a coding whose parts take so many seconds."""
+    more = max(after - plain, 0.0)
+    each = more / (coding.peers - 1) if coding.peers > 1 else 0.0
+    once = max(plain - each, 0.0) if coding.peers > 1 else more
     return CompressionRate(
         exchange=coding.exchange,
+        ratio=coding.ratio,
         seconds_per_byte=before / size_bytes,
-        received_seconds_per_byte=max(after - plain, 0.0) / size_bytes,
+        received_seconds_per_byte=once / size_bytes,
+        gathered_seconds_per_byte=each / size_bytes,
     )
 
 

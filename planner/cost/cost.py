@@ -286,11 +286,15 @@ class CostModel(Exchanges):
         if option.layout.groups == 1 or not (option.lossy or option.rounded):
             return 0.0, 0.0
         name = option.exchange if option.lossy else option.wire
-        found = [kind.profile.compression_rate(name) for kind in self.kinds]
+        found = [kind.profile.compression_rate(name, option.ratio) for kind in self.kinds]
         rates = [rate for rate in found if rate is not None]
+        after = (
+            r.received_seconds_per_byte + option.layout.groups * r.gathered_seconds_per_byte
+            for r in rates
+        )
         return (
             trained_bytes * max((r.seconds_per_byte for r in rates), default=0.0),
-            trained_bytes * max((r.received_seconds_per_byte for r in rates), default=0.0),
+            trained_bytes * max(after, default=0.0),
         )
 
     def _inner(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:

@@ -209,6 +209,7 @@ def _slowed_compression(
             r,
             seconds_per_byte=times * r.seconds_per_byte,
             received_seconds_per_byte=times * r.received_seconds_per_byte,
+            gathered_seconds_per_byte=times * r.gathered_seconds_per_byte,
         )
         for r in rates
     )

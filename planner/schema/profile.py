@@ -246,11 +246,15 @@ class UpdateRate(Record, frozen=True, kw_only=True):
 
 class CompressionRate(Record, frozen=True, kw_only=True):
     """Seconds that an exchange or a wire format takes for each byte of gradients: to choose, round
-    and pack what it sends, and (``received``) to make gradients of what has come."""
+    and pack what it sends, and to make gradients of what has come: once (``received``), and for
+    each peer where all get what each has sent (``gathered``). ``ratio`` is the share of the
+    elements that was sent when it was measured (none: it takes as long at any)."""
 
     exchange: CodedExchange
+    ratio: Share | None = None
     seconds_per_byte: Seconds
     received_seconds_per_byte: Seconds = 0.0
+    gathered_seconds_per_byte: Seconds = 0.0
 
 
 class UnitTimes(Record, frozen=True, kw_only=True):
@@ -372,6 +376,12 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         alike = {"adam": "adamw", "adamw": "adam"}.get(optimizer, optimizer)
         return rates.get(optimizer, rates.get(alike, 0.0))
 
-    def compression_rate(self, exchange: str) -> CompressionRate | None:
-        """The measured rate of a lossy exchange or a wire format, None where it was not."""
-        return next((r for r in self.compression if r.exchange == exchange), None)
+    def compression_rate(self, exchange: str, ratio: float = 1.0) -> CompressionRate | None:
+        """The measured rate of a lossy exchange or a wire format, of several that of the nearest
+        ratio; None where it was not measured."""
+        rates = (r for r in self.compression if r.exchange == exchange)
+        return min(
+            rates,
+            key=lambda r: 0.0 if r.ratio is None else abs(r.ratio - ratio),
+            default=None,
+        )

@@ -158,7 +158,10 @@ def eight_bits(fidelity=0.9999, **goal):
     curve = FidelityProfile(exchange="int8", ratios=(1.0,), kept=(fidelity,))
     profile = profile_of()
     units = tuple(msgspec.structs.replace(u, fidelity=(curve,)) for u in profile.units)
-    rate = CompressionRate(exchange="int8", seconds_per_byte=3e-10, received_seconds_per_byte=2e-10)
+    rate = CompressionRate(
+        exchange="int8", seconds_per_byte=3e-10, received_seconds_per_byte=2e-10,
+        gathered_seconds_per_byte=5e-11,
+    )  # fmt: skip
     profile = msgspec.structs.replace(profile, units=units, compression=(rate,))
     asked = Goal(batch=32, optimizer="adam", **{"allow_lossy": True, "min_fidelity": 0.99, **goal})
     return CostModel(profile, cluster(4), asked, message_bytes=4096, sliced=True)
@@ -171,7 +174,28 @@ def test_all_ranks_get_what_each_sends_in_eight_bits():
     assert cost.gradient_bytes == 4 * each
     assert cost.exchange.sent_bytes == pytest.approx(3 * each)
     assert cost.backward_s == pytest.approx(model.unit(1, HOME).backward_s + SIZE * 3e-10)
-    assert cost.update_s == pytest.approx(model.unit(1, HOME).update_s + SIZE * 2e-10)
+    assert cost.update_s == pytest.approx(model.unit(1, HOME).update_s + SIZE * 4e-10)
+
+
+def test_the_share_that_is_chosen_tells_what_choosing_takes():
+    rates = tuple(
+        CompressionRate(exchange="topk", ratio=ratio, seconds_per_byte=seconds)
+        for ratio, seconds in ((0.01, 1e-10), (0.25, 6e-10))
+    )
+    asked = Goal(batch=32, optimizer="adam", allow_lossy=True)
+    curve = FidelityProfile(exchange="topk", ratios=(0.01, 0.05, 0.25), kept=(0.5, 0.7, 0.9))
+    profile = profile_of(rates=rates)
+    units = tuple(msgspec.structs.replace(u, fidelity=(curve,)) for u in profile.units)
+    profile = msgspec.structs.replace(profile, units=units)
+    model = CostModel(profile, cluster(4), asked, message_bytes=4096, sliced=True)
+
+    def chosen_s(ratio):
+        option = HOME._replace(exchange="topk", ratio=ratio)
+        return model.unit(1, option).backward_s - model.unit(1, HOME).backward_s
+
+    assert chosen_s(0.01) == pytest.approx(SIZE * 1e-10)
+    assert chosen_s(0.05) == pytest.approx(SIZE * 1e-10)  # the nearest
+    assert chosen_s(0.25) == pytest.approx(SIZE * 6e-10)
 
 
 def test_what_rounding_leaves_and_messages_take_memory():
