@@ -7,12 +7,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Else every rank of every test compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 # One thread for each process, as in a training run: several ranks share the cores.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=12 --durations-min=20
 # Tests of a single process share the cores. Ranks wait for each other much of the time: three tests
-# of them are run at once. Whoever is done first takes half of what another has left, so
-# that nobody is left alone with a long file. What measures time has the machine for itself.
+# of them are run at once, and two of hosts that are launched, lost and found again. Whoever is done
+# first takes half of what another has left, so that nobody is left alone with a long file. What
+# measures time has the machine for itself. Those that took longest are listed.
 SINGLE := $(TEST) -n auto --dist worksteal tests/unit tests/property
 SEVERAL := $(TEST) -n 3 --dist worksteal tests/distributed tests/gpu
+BEDS := $(TEST) -n 2 --dist worksteal tests/testbed
 ALONE := $(TEST) tests/distributed tests/gpu tests/testbed
 # What another Python or other versions of what we build on would break first.
 SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/test_imports.py tests/distributed/test_training.py
@@ -81,11 +83,13 @@ demo: $(VENV)/run.stamp
 test: $(VENV)/frameworks.stamp
 	$(SINGLE) -m "not slow and not long"
 	$(SEVERAL) -m "not slow and not long and not alone"
+	$(BEDS) -m "not slow and not long and not alone"
 	$(ALONE) -m "not slow and not long and alone"
 
 test-all: $(VENV)/vision.stamp $(VENV)/frameworks.stamp
 	$(SINGLE) -m "not long"
 	$(SEVERAL) -m "not long and not alone"
+	$(BEDS) -m "not long and not alone"
 	$(ALONE) -m "not long and alone"
 
 test-long: $(VENV)/frameworks.stamp

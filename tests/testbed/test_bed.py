@@ -17,6 +17,7 @@ from tests.processes import wait_until
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.timeout(120),
+    pytest.mark.alone,
 ]
 
 # Where ``benchmarks`` can be imported from, as `make testbed` does.

@@ -11,6 +11,7 @@ from benchmarks.testbed import Bed, missing
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.timeout(90),
+    pytest.mark.alone,
 ]
 
 PROGRAM = Path(__file__).parent / "programs" / "both_ways.py"

@@ -22,6 +22,7 @@ from tests.sampling import sampled
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.timeout(300),
+    pytest.mark.alone,
 ]
 
 # Every unit data parallel: its gradients, 8 MB, are much more than what a token bucket lets through

@@ -96,6 +96,7 @@ def nothing_left(host: Host) -> bool:
     return not running(host)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("schedule", sampled(SCHEDULES, 1))
 def test_a_slow_host_is_slower_and_right(schedule: str, tmp_path: Path) -> None:
     with Bed(2, 200.0) as bed:

@@ -14,6 +14,7 @@ from benchmarks.testbed import Bed, missing
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.timeout(150),
+    pytest.mark.alone,
 ]
 
 MBIT = 1e6 / 8

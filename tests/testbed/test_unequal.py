@@ -19,6 +19,7 @@ LACKING = missing() or missing_quota()
 pytestmark = [
     pytest.mark.skipif(LACKING is not None, reason=str(LACKING)),
     pytest.mark.timeout(500),
+    pytest.mark.alone,
 ]
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "unequal.py"
