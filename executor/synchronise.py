@@ -22,7 +22,7 @@ from ..planner.schema.errors import RunError
 from ..planner.schema.plan import Plan
 from .comm.control import Control, PendingGather
 from .forward import Forward
-from .gradients.buckets import Exchange, GradParam
+from .gradients.buckets import Exchange, GradParam, Votes
 from .gradients.pending import weakly
 
 
@@ -180,7 +180,7 @@ class GradientSynchroniser:
         vector = torch.tensor(head + [int(u) for u in used], dtype=torch.int64, device="cpu")
         votes = self._control.all_reduce_max(vector, f"the end of backward after forward {forward}")
         # Not counted here: a rank that has all gradients itself need not wait for the votes.
-        self._exchange.end(lambda: self._count(votes))
+        self._exchange.end(Votes(lambda: self._count(votes), votes.has_come))
         self._changed.clear()
 
     def _count(self, votes: PendingGather) -> set[GradParam]:

@@ -33,8 +33,13 @@ class RankRow(NamedTuple):
 class PendingGather:
     """A vector of each rank, or one of all, on its way."""
 
-    def __init__(self, parts: list[Tensor], wait: Callable[[], None] = lambda: None) -> None:
-        self._parts, self._wait = parts, wait
+    def __init__(
+        self,
+        parts: list[Tensor],
+        wait: Callable[[], None] = lambda: None,
+        has_come: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._parts, self._wait, self.has_come = parts, wait, has_come
 
     def rows(self) -> list[list[float]]:
         """The vectors in rank order. Waits for them."""
@@ -88,7 +93,7 @@ class Control:
         def wait() -> None:
             self.seconds += self.watch.wait(work, self.group, doing)
 
-        return PendingGather(parts, wait)
+        return PendingGather(parts, wait, work.is_completed)
 
     def agree(self, what: str, digest: int, remedy: str) -> None:
         """Raises ``InputError`` unless every rank has the same digest. Collective."""

@@ -7,6 +7,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,8 +96,13 @@ class GradParam:
         return gradient if self.members is None else ShardGradient.of(gradient, self.members)
 
 
-Votes = Callable[[], "set[GradParam]"]
-"""Waits for the ranks' votes and returns the parameters that some rank has a gradient for."""
+class Votes(NamedTuple):
+    """The ranks' votes on a backward. ``counted`` waits for them, returns the parameters that some
+    rank has a gradient for, and raises where ranks have gone different ways; ``have_come`` says
+    whether it would wait."""
+
+    counted: Callable[[], set[GradParam]]
+    have_come: Callable[[], bool]
 
 
 class Bucket:
@@ -273,7 +279,7 @@ class BucketExchange(Exchange):
             for param in list(bucket.missing):
                 bucket.fill(param)  # zeros, or what had accumulated before: nothing was computed
         self._advance(all_of_them=True)
-        somewhere = votes()
+        somewhere = votes.counted()
         for number, bucket in enumerate(self.buckets):
             doing = f"the exchange of gradients in bucket {number}"
             self._waited_s += self._watch.wait(bucket.work, bucket.group, doing)

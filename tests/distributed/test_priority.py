@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
+from meshwright.executor.gradients.buckets import GradParam, Votes
 from meshwright.executor.gradients.pending import PendingParam, WaitingGradient
 from meshwright.executor.launch.start import memory_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
+from meshwright.planner.schema.errors import RunError
 from meshwright.planner.simulate.slicing import cut
 from plans import plan, plan_for, scheduled, unit
 from reference import optimizer_of
@@ -491,7 +493,46 @@ def sends_nothing_that_no_rank_computed(rank: int) -> None:
     assert sent == [sent[0], sent[0] + spare, sent[0], sent[0] + spare], (sent, spare)
 
 
+def votes_hold_no_gradient_back(rank: int) -> None:
+    """Votes travel behind all slices: what has arrived is applied before they are there, but for
+    what is waited for last."""
+    torch.manual_seed(7)
+    model, world = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))), dist.get_world_size()
+    units = [unit(name, 1, "none", world) for name in ("0", "1", "2")]
+    with scheduled("priority"):
+        apply(model, torch.optim.SGD(model.parameters()), plan(world, units, message_bytes=2**16))
+    model(torch.randn(4, 256)).square().mean().backward()
+    exchange = run_of(model).priority
+    votes, seen = exchange._votes, []
+
+    def counted() -> set[GradParam]:
+        seen.append(True)
+        return votes.counted()
+
+    exchange._votes = Votes(counted, lambda: False)
+    *first, last = [group for group in exchange.grad_groups if group.in_flight]
+    assert len(first) == 2
+    for group in first:
+        exchange.finish(group)
+        assert not seen
+    exchange.finish(last)
+    assert seen
+
+
+def other_backwards_are_told_of(rank: int) -> None:
+    """A rank that counts other backwards is told of before any further one begins."""
+    model, _, ours, _ = prepared()
+    gradients = run_of(model).gradients
+    gradients._number += rank
+    loss_of(model, rank).backward()
+    ours.step()
+    with pytest.raises(RunError, match="ranks end different backwards"):
+        [parameter.detach().clone() for parameter in model.parameters()]
+
+
 CHECKS = [
+    votes_hold_no_gradient_back,
+    other_backwards_are_told_of,
     sends_nothing_that_no_rank_computed,
     leaves_nothing_to_collect,
     threads_of_groups_do_not_interrupt,
