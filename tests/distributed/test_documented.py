@@ -108,6 +108,7 @@ def test_the_loop_of_readme_trains(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_what_getting_started_saves_is_loaded_later(folder):
     call, saving = python_blocks("docs/getting-started.md")
     save, mark, load = saving.partition("# later, on every rank, after auto_parallelize\n")
