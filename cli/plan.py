@@ -180,13 +180,12 @@ def _fewer_fragments(made: Plan) -> str | None:
 
 def _why_together(made: Plan, profile: ModelProfile | None, cluster: Cluster) -> str:
     """Why local steps that are allowed were not taken."""
-    # A profile measured for this plan is found on disk again, unless it could not be kept there.
-    with suppress(InputError):
-        problem = problem_of(made, *made_from(made, profile, cluster), CAPABILITY)
-        impossible = cannot(problem)
-        if impossible is not None:
-            return impossible
-    return "that is not predicted to be clearly quicker than this plan, or does not fit"
+    impossible = None
+    with suppress(InputError):  # what it was made from may not be there any more
+        impossible = cannot(problem_of(made, *made_from(made, profile, cluster), CAPABILITY))
+    return (
+        impossible or "that is not predicted to be clearly quicker than this plan, or does not fit"
+    )
 
 
 def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: Any) -> list[str]:

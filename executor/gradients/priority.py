@@ -335,7 +335,7 @@ class PriorityExchange(Exchange):
         votes, self._votes = self._votes, None
         return votes.counted() if votes is not None else set()
 
-    def _check_votes_without_waiting(self, wanted: GradGroup) -> None:
+    def _check_votes_if_due(self, wanted: GradGroup) -> None:
         """Counts the votes if they have come, or when the last group is ``wanted``."""
         # They have left last, and so come behind all slices that are on their way: the first layers
         # of the next forward would wait for the gradients of all others. This rank has a gradient
@@ -343,8 +343,9 @@ class PriorityExchange(Exchange):
         # different ways, and that is told before another backward begins.
         if self._votes is None:
             return
-        later = any(group.in_flight for group in self.grad_groups if group is not wanted)
-        if self._votes.have_come() or not later:
+        if self._votes.have_come() or not any(
+            group.in_flight for group in self.grad_groups if group is not wanted
+        ):
             self._check_votes()
 
     # -- gradients -----------------------------------------------------------------------------
@@ -440,7 +441,7 @@ class PriorityExchange(Exchange):
                 f"the gradient of {grad_group.params[0].name!r} was touched in backward while it "
                 "was on its way: read gradients after backward"
             )
-        self._check_votes_without_waiting(grad_group)
+        self._check_votes_if_due(grad_group)
         waited_s = grad_group.wait_and_average(self._watch)
         self._waited_s += waited_s
         self._orders.arrived(grad_group, waited_s)

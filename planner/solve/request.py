@@ -122,7 +122,8 @@ def made_from(
     plan: Plan, profile: ModelProfile | None, cluster: Cluster | None
 ) -> tuple[ModelProfile, Cluster]:
     """What a plan was made from, by fingerprint where it is not given; raises ``InputError``."""
-    for value, kind in ((plan, Plan), (profile, ModelProfile), (cluster, Cluster)):
+    check_is(plan, Plan)
+    for value, kind in ((profile, ModelProfile), (cluster, Cluster)):
         if value is not None:
             check_is(value, kind)
     return (

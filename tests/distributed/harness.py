@@ -213,7 +213,6 @@ def _leave_groups() -> None:
 def _give_memory_back() -> None:
     """What training has freed, and Meshwright has malloc keep for the next step: of the ranks of
     three tests at once that was more than a machine of 24 GiB has."""
-    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
     if trim is not None:
         trim(0)

@@ -69,6 +69,7 @@ WRONG_RECORDS = {
     "plan": (lambda: mw.plan("mlp", FILE, GOAL), "a Cluster is needed: load(Cluster, 'file.json')"),
     "goal": (lambda: mw.plan("mlp", one_device(), 8), "got int, expected a Goal"),
     "target": (lambda: mw.plan(nn.Linear(2, 2), one_device(), GOAL), "got Linear as target"),
+    "no plan": (lambda: mw.explain(None), "got NoneType, expected a Plan"),
     "explain": (lambda: mw.explain(FILE), "load(Plan, 'file.json')"),
     "compare": (lambda: mw.compare(FILE, FILE), "load(Plan, 'file.json')"),
     "launch": (lambda: mw.launch(FILE), "load(Plan, 'file.json')"),
