@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..executor.gradients.feedback import ErrorFeedback, l1
-from ..executor.gradients.int8 import add_up, pack
+from ..executor.gradients.int8 import average, pack
 from ..executor.gradients.topk import add_parts, largest, packed, topk_elements
 from ..executor.gradients.wire import WIRE_DTYPES, decode, encode, wire_dtype
 from ..planner.schema.profile import CodedExchange, CompressionRate
@@ -71,14 +71,14 @@ def part_codings(gradient: Tensor) -> Iterator[Coding]:
     held.restore(torch.zeros_like(gradient))
     # What waits is added up, and its size is agreed on.
     yield Coding("dropped", lambda: l1(held.add(gradient)) + l1(gradient), _nothing, _nothing)
-    average = torch.empty_like(gradient)
+    mean = torch.empty_like(gradient)
     rounded, residual = gradient.clone(), torch.zeros_like(gradient)
     message = pack(gradient.clone(), torch.zeros_like(gradient))
     yield Coding(
         "int8",
         lambda: pack(rounded, residual, on_stream=gradient.is_cuda),
-        lambda: add_up([message] * PEERS, average),
-        lambda: add_up([message], average),
+        lambda: average([message] * PEERS, mean),
+        lambda: average([message], mean),
         peers=PEERS,
     )
 

@@ -7,7 +7,7 @@ On two ranks that is a quarter of the bytes that an all-reduce sends.
 """
 
 from collections.abc import Iterator, Sequence
-from math import ceil
+from math import ceil, isfinite
 from typing import NamedTuple
 
 import torch
@@ -20,9 +20,11 @@ from .feedback import LossyGradGroup
 from .flat_shard import flat
 from .slices import GatheredSlice, Slice, empty_like
 
-# Elements that are turned at once: their copies stay small. A multiple of ``INT8_BLOCK``.
+# Elements that are turned at once: their copies stay in a cache. A multiple of ``INT8_BLOCK``.
 _PIECE = 2**18
 _MOST = 127.0
+# The reciprocal of a smaller scale may be too large for its type.
+_LEAST = torch.finfo(torch.float32).tiny
 
 
 class Quantized(NamedTuple):
@@ -33,22 +35,44 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
-def quantize(values: Tensor) -> Quantized:
-    """Flat values, each run of ``INT8_BLOCK`` by its own largest; all of their type. A run that
-    holds what is not finite has a scale that is not, and so is none of its elements, whatever their
-    numbers are."""
-    runs = _runs(values)
-    scales = runs.abs().amax(dim=1).div_(_MOST)
-    divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
-    # The smallest scales are rounded so far down that numbers would come out larger.
-    numbers = runs.div(divisors[:, None]).round_().clamp_(-_MOST, _MOST)
+def quantize(values: Tensor, scratch: Tensor | None = None) -> Quantized:
+    """Flat values, each run of ``INT8_BLOCK`` by its own largest; the numbers lie in ``scratch``,
+    flat memory as ``scratch_for`` makes it, or in some of their own. A run that holds what is not
+    finite has a scale that is not, and so is none of its elements, whatever their numbers are."""
+    runs = _runs(values.to(_computed_in(values.dtype)))
+    numbers = torch.empty_like(runs) if scratch is None else _rows_in(scratch, runs)
+    scales = torch.abs(runs, out=numbers).amax(dim=1).to(torch.float32).div_(_MOST)
+    scales.clamp_min_(_LEAST)
+    torch.mul(runs, scales.reciprocal()[:, None], out=numbers).round_()
     return Quantized(numbers.view(-1)[: values.numel()], scales)
 
 
-def dequantize(sent: Quantized, dtype: torch.dtype) -> Tensor:
-    """What quantized values stand for, flat."""
-    runs = _runs(sent.numbers.to(dtype))
-    return (runs * sent.scales.to(dtype)[:, None]).view(-1)[: sent.numbers.numel()]
+def dequantize(sent: Quantized, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
+    """What quantized values stand for, flat: in ``scratch``, which may hold their numbers, but for
+    a type of 16 bits."""
+    runs, computed_in = _runs(sent.numbers), _computed_in(dtype)
+    if scratch is None:
+        values = torch.empty_like(runs, dtype=computed_in)
+    else:
+        values = _rows_in(scratch, runs)
+    if values.data_ptr() != runs.data_ptr():
+        values.copy_(runs)
+    return values.mul_(sent.scales[:, None]).view(-1)[: sent.numbers.numel()].to(dtype)
+
+
+def scratch_for(values: Tensor) -> Tensor:
+    """Memory for the numbers of flat values, piece by piece."""
+    runs = ceil(min(values.numel(), _PIECE) / INT8_BLOCK)
+    return values.new_empty(runs * INT8_BLOCK, dtype=_computed_in(values.dtype))
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    # In 16 bits scales would be rounded so far down that numbers come out larger than they may be.
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _rows_in(scratch: Tensor, runs: Tensor) -> Tensor:
+    return scratch[: runs.numel()].view_as(runs)
 
 
 def _runs(values: Tensor) -> Tensor:
@@ -69,40 +93,46 @@ def pack(values: Tensor, residual: Tensor, *, on_stream: bool = False) -> Tensor
     """The message of flat ``values`` and the ``residual`` of those before, in which what this one
     leaves is put. Values are not needed after that, and changed. With ``on_stream`` the host does
     not wait for what it launches."""
-    count = values.numel()
+    count, scratch = values.numel(), scratch_for(values)
     message = torch.empty(message_bytes(count), dtype=torch.uint8, device=values.device)
     for piece, numbers, scales in _pieces(message, count):
         total = values[piece].add_(residual[piece])
-        sent = quantize(total)
+        sent = quantize(total, scratch)
         numbers.copy_(sent.numbers)
-        scales.copy_(sent.scales.to(torch.float32).view(-1, 1).view(torch.uint8))
-        _keep(total, sent, residual[piece], on_stream=on_stream)
+        scales.copy_(sent.scales.view(-1, 1).view(torch.uint8))
+        stands_for = dequantize(sent, total.dtype, scratch)
+        _keep(total, sent.scales, stands_for, residual[piece], on_stream=on_stream)
     return message
 
 
-def _keep(total: Tensor, sent: Quantized, residual: Tensor, *, on_stream: bool) -> None:
-    """Puts what was not ``sent`` of ``total`` into the residual, but for runs that are not finite:
-    these show on all ranks, and must not stay for later steps."""
-    # The largest elements of 16 bits may be rounded beyond what such a type has.
-    finite = torch.isfinite(sent.scales * _MOST)
-    stands_for = dequantize(sent, total.dtype)
-    if not on_stream and bool(finite.all()):  # nearly always, and three times as quick
+def _keep(
+    total: Tensor, scales: Tensor, stands_for: Tensor, residual: Tensor, *, on_stream: bool
+) -> None:
+    """Puts what ``stands_for`` leaves of ``total`` into the residual, but for runs that are not
+    finite: these show on all ranks, and must not stay for later steps."""
+    if not on_stream and isfinite(scales.sum()):  # nearly always, and three times as quick
         torch.sub(total, stands_for, out=residual)
         return
+    finite = torch.isfinite(scales)
     whole = finite.repeat_interleave(INT8_BLOCK, output_size=len(finite) * INT8_BLOCK)
     torch.where(whole[: total.numel()], total.sub_(stands_for), residual, out=residual)
 
 
-def add_up(messages: Sequence[Tensor], total: Tensor) -> None:
-    """Writes the sum of messages into the flat ``total``."""
-    for index, message in enumerate(messages):
-        for piece, numbers, scales in _pieces(message, total.numel()):
+def average(messages: Sequence[Tensor], into: Tensor) -> None:
+    """Writes the mean of messages into the flat ``into``."""
+    scratch = scratch_for(into)
+    for parts in zip(*(_pieces(message, into.numel()) for message in messages), strict=True):
+        mean = into[parts[0][0]]
+        fits = mean.dtype == scratch.dtype and mean.numel() % INT8_BLOCK == 0
+        for index, (_, numbers, scales) in enumerate(parts):
             own = scales.clone().view(torch.float32).view(-1)  # where it lies may be any byte
-            values = dequantize(Quantized(numbers, own), total.dtype)
-            if index == 0:
-                total[piece].copy_(values)
-            else:
-                total[piece].add_(values)
+            own.div_(len(messages))
+            room = mean if fits and index == 0 else scratch
+            values = dequantize(Quantized(numbers, own), mean.dtype, room)
+            if index > 0:
+                mean.add_(values)
+            elif not fits:
+                mean.copy_(values)
 
 
 def _pieces(message: Tensor, count: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -129,9 +159,7 @@ class Int8Slice(GatheredSlice):
         return param.group.size * message_bytes(elements) // 2
 
     def take(self, messages: Sequence[Tensor], gradient: Tensor) -> None:
-        own = flat(gradient)[self.elements]
-        add_up(messages, own)
-        own.div_(self.params[0].group.size)
+        average(messages, flat(gradient)[self.elements])
 
 
 class Int8GradGroup(LossyGradGroup):
