@@ -18,7 +18,7 @@ VISION = Path(sys.prefix) / "vision"
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "count", [pytest.param(8, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
+    "count", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
 )
 def test_a_sample_of_architectures_trains_right_or_says_why_not(tmp_path, count):
     done = subprocess.run(
