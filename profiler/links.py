@@ -461,7 +461,7 @@ def measure_interference(group: MeasuredGroup) -> Interference:
         sent = load.send()
         dist.barrier(group=group.handle)
         together, over = load.both()
-        rows.append((together / max(compute_s, 1e-9), _stretch(sent, together, over)))
+        rows.append((_stretch(compute_s, over, together), _stretch(sent, together, over)))
         # The clock of one member must not end the rounds of another's.
         if _agreed(group, int(time.perf_counter() - start > SLOWDOWN_BUDGET_S)):
             break
@@ -490,14 +490,14 @@ def _agreed(group: MeasuredGroup, count: int) -> int:
     return int(value)
 
 
-def _stretch(sent: float, together: float, over: float) -> float:
-    """How much slower communicating, which takes ``sent`` by itself, was while computing went on
-    for ``together`` seconds.
+def _stretch(alone: float, other: float, over: float) -> float:
+    """How much slower work was that takes ``alone`` seconds by itself and was ``over`` after some,
+    while the other kind of work went on for ``other`` seconds.
 
-    If it was ``over`` before the computing, all of it was slowed; else what was left ran alone:
-    over = together + (sent - together / slowdown).
+    If it was over before the other, all of it was slowed; else what was left ran alone:
+    over = other + (alone - other / slowdown).
     """
-    if over <= together:
-        return max(over / sent, 1.0)
-    done_meanwhile = sent - (over - together)
-    return together / done_meanwhile if done_meanwhile > 0.05 * together else 1.0
+    if over <= other:
+        return max(over / max(alone, 1e-9), 1.0)
+    done_meanwhile = alone - (over - other)
+    return other / done_meanwhile if done_meanwhile > 0.05 * other else 1.0

@@ -29,13 +29,13 @@ def test_the_next_size_goes_as_the_last_bytes_went() -> None:
 
 
 @pytest.mark.parametrize(
-    ("together", "over", "slowdown"),
+    ("other", "over", "slowdown"),
     [
-        (1.0, 0.6, 2.0),  # over before the computing: all of it was slowed
+        (1.0, 0.6, 2.0),  # over before the other: all of it was slowed
         (0.2, 0.4, 2.0),  # 0.1 done in 0.2, the other 0.2 alone
         (0.2, 0.3, 1.0),
         (1.0, 0.1, 1.0),  # noise
     ],
 )
-def test_how_much_slower_communicating_was(together: float, over: float, slowdown: float) -> None:
-    assert _stretch(0.3, together, over) == pytest.approx(slowdown)
+def test_how_much_slower_work_was(other: float, over: float, slowdown: float) -> None:
+    assert _stretch(0.3, other, over) == pytest.approx(slowdown)
