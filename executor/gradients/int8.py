@@ -40,7 +40,7 @@ def quantize(values: Tensor, scratch: Tensor | None = None) -> Quantized:
     flat memory as ``scratch_for`` makes it, or in some of their own. A run that holds what is not
     finite has a scale that is not, and so is none of its elements, whatever their numbers are."""
     runs = _runs(values.to(_computed_in(values.dtype)))
-    numbers = torch.empty_like(runs) if scratch is None else _rows_in(scratch, runs)
+    numbers = torch.empty_like(runs) if scratch is None else scratch[: runs.numel()].view_as(runs)
     scales = torch.abs(runs, out=numbers).amax(dim=1).to(torch.float32).div_(_MOST)
     scales.clamp_min_(_LEAST)
     torch.mul(runs, scales.reciprocal()[:, None], out=numbers).round_()
@@ -48,16 +48,22 @@ def quantize(values: Tensor, scratch: Tensor | None = None) -> Quantized:
 
 
 def dequantize(sent: Quantized, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
-    """What quantized values stand for, flat: in ``scratch``, which may hold their numbers, but for
-    a type of 16 bits."""
-    runs, computed_in = _runs(sent.numbers), _computed_in(dtype)
+    """What quantized values stand for, flat: in ``scratch`` but for a type of 16 bits, or in memory
+    of their own."""
+    count = sent.numbers.numel()
     if scratch is None:
-        values = torch.empty_like(runs, dtype=computed_in)
-    else:
-        values = _rows_in(scratch, runs)
-    if values.data_ptr() != runs.data_ptr():
-        values.copy_(runs)
-    return values.mul_(sent.scales[:, None]).view(-1)[: sent.numbers.numel()].to(dtype)
+        scratch = sent.numbers.new_empty(count, dtype=_computed_in(dtype))
+    numbers = scratch[:count].copy_(sent.numbers)
+    return _scaled(Quantized(numbers, sent.scales)).to(dtype)
+
+
+def _scaled(sent: Quantized) -> Tensor:
+    """What quantized values stand for, in the place of their numbers."""
+    runs = sent.numbers.numel() // INT8_BLOCK
+    whole, rest = sent.numbers[: runs * INT8_BLOCK], sent.numbers[runs * INT8_BLOCK :]
+    whole.view(runs, INT8_BLOCK).mul_(sent.scales[:runs, None])
+    rest.mul_(sent.scales[runs:])
+    return sent.numbers
 
 
 def scratch_for(values: Tensor) -> Tensor:
@@ -69,10 +75,6 @@ def scratch_for(values: Tensor) -> Tensor:
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
     # In 16 bits scales would be rounded so far down that numbers come out larger than they may be.
     return torch.promote_types(dtype, torch.float32)
-
-
-def _rows_in(scratch: Tensor, runs: Tensor) -> Tensor:
-    return scratch[: runs.numel()].view_as(runs)
 
 
 def _runs(values: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ def pack(values: Tensor, residual: Tensor, *, on_stream: bool = False) -> Tensor
         sent = quantize(total, scratch)
         numbers.copy_(sent.numbers)
         scales.copy_(sent.scales.view(-1, 1).view(torch.uint8))
-        stands_for = dequantize(sent, total.dtype, scratch)
+        stands_for = _scaled(sent).to(total.dtype)
         _keep(total, sent.scales, stands_for, residual[piece], on_stream=on_stream)
     return message
 
@@ -123,7 +125,7 @@ def average(messages: Sequence[Tensor], into: Tensor) -> None:
     scratch = scratch_for(into)
     for parts in zip(*(_pieces(message, into.numel()) for message in messages), strict=True):
         mean = into[parts[0][0]]
-        fits = mean.dtype == scratch.dtype and mean.numel() % INT8_BLOCK == 0
+        fits = mean.dtype == scratch.dtype
         for index, (_, numbers, scales) in enumerate(parts):
             own = scales.clone().view(torch.float32).view(-1)  # where it lies may be any byte
             own.div_(len(messages))
