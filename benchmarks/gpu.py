@@ -1,6 +1,6 @@
 """Predicted against measured steps and peaks on one device: what is kept, recomputed, offloaded.
 
-    python benchmarks/gpu.py [--models vgg16 llama-1b] [--keep rows.jsonl]
+    python benchmarks/gpu.py [--models vgg16 llama-1b] [--turns 2] [--keep rows.jsonl]
         [--markdown docs/results/gpu.md]
 
 On the GPU that torch sees, else on the CPU with small models and without offload, which shows only
@@ -12,9 +12,13 @@ are written to a file as they come, and those that it has already are not run ag
 the extra ``hf``.
 """
 
+import copy
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,13 +32,14 @@ from meshwright.models.target import workload
 from meshwright.models.workload import Batch, Workload
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.plan import MemoryPolicy, Plan, Prediction
-from meshwright.profiler.sessions import batches_for, profile_on_ranks, single_rank
+from meshwright.profiler.model import profile as measure
+from meshwright.profiler.sessions import batches_for, single_rank
 from prediction import TURNS, Way, error_of, plan_of, row_of, summary, trained
 from rows import Row, command_line, keep, known, markdown, print_json, print_table, put_into
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HEADINGS = ("model", "memory", "step", "within", "error", "peak", "error", "reserved")
+HEADINGS = ("model", "memory", "step", "within", "error", "peak", "error", "reserved", "error")
 
 
 class Model(NamedTuple):
@@ -51,11 +56,16 @@ class Model(NamedTuple):
         return Goal(batch=self.batch, optimizer=self.optimizer)  # type: ignore[arg-type]
 
     def workload(self) -> Workload:
-        """Equally initialised each time."""
-        made = f"{Path(__file__).resolve()}:llama_1b" if self.name == "llama-1b" else self.name
-        found = workload(made, precision=self.precision)
-        found.model.to(here())
-        return found
+        """Equally initialised each time, on the device."""
+        made = built(self)
+        return replace(made, model=copy.deepcopy(made.model).to(here()))
+
+
+@cache
+def built(model: Model) -> Workload:
+    """On the host, where it takes no memory from what is measured."""
+    name = f"{Path(__file__).resolve()}:llama_1b" if model.name == "llama-1b" else model.name
+    return workload(name, precision=model.precision)
 
 
 ON_GPUS = (
@@ -85,8 +95,9 @@ def llama_1b() -> Workload:
     def loss(output: Any, target: Tensor) -> Tensor:
         return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
-    model: nn.Module = LlamaForCausalLM(config)
-    return Workload("llama-1b", model, make_batch, loss)
+    with here():  # random numbers are quicker there
+        model: nn.Module = LlamaForCausalLM(config)
+    return Workload("llama-1b", model.cpu(), make_batch, loss)
 
 
 def here() -> torch.device:
@@ -99,18 +110,20 @@ def policies() -> tuple[MemoryPolicy, ...]:
     return known_here if here().type == "cuda" else tuple(p for p in known_here if p != "offload")
 
 
-def rows_of(model: Model, wanted: Sequence[MemoryPolicy]) -> Iterator[dict[str, Any]]:
+def rows_of(model: Model, wanted: Sequence[MemoryPolicy], turns: int) -> Iterator[dict[str, Any]]:
     """The rows of one model, under each memory policy."""
     device, cluster = here(), single_rank(here())
     predicted: dict[MemoryPolicy, list[Prediction]] = {policy: [] for policy in wanted}
     measured: dict[MemoryPolicy, list[Measured]] = {policy: [] for policy in wanted}
     plans: dict[MemoryPolicy, Plan] = {}
-    for _ in range(TURNS):
+    for _ in range(turns):
         sizes = batches_for(model.goal, 1)
-        profile = profile_on_ranks(model.workload(), sizes, device, refresh=True)
+        # One device divides nothing.
+        profile = measure(model.workload(), batches=sizes, degrees=(), device=device)
         for policy in wanted:
             plans[policy] = plan_of(profile, cluster, model.goal, Way(memory=policy))
             predicted[policy].append(plans[policy].prediction)
+            let_go()
             measured[policy].append(trained(model.workload(), plans[policy]))
     for policy in wanted:
         name = f"{model.name}, {policy}"
@@ -122,38 +135,53 @@ def rows_of(model: Model, wanted: Sequence[MemoryPolicy]) -> Iterator[dict[str, 
         }  # fmt: skip
 
 
-def peak_error(row: Row) -> float:
-    """Relative, and negative where more was used than predicted."""
-    return float(row["predicted_bytes"] / row["measured_bytes"] - 1)
+def let_go() -> None:
+    """Frees what was measured before, which would count to the next training's memory: models and
+    their hooks refer to each other."""
+    gc.collect()
+    if here().type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def memory_error(row: Row, what: str) -> float | None:
+    """Of ``bytes`` or ``reserved``: relative, and negative where more was used than predicted."""
+    predicted, measured = row[f"predicted_{what}"], row[f"measured_{what}"]
+    return None if predicted is None or measured is None else float(predicted / measured - 1)
 
 
 def cells(row: Row) -> tuple[object, ...]:
     """The row for people: milliseconds and MB, predicted / measured."""
 
-    def megabytes(*names: str) -> str:
-        return " / ".join("" if row[n] is None else f"{row[n] / 1e6:.1f}" for n in names)
+    def both(what: str) -> tuple[str, str]:
+        error = memory_error(row, what)
+        if error is None:
+            return "", ""
+        names = f"predicted_{what}", f"measured_{what}"
+        return " / ".join(f"{row[name] / 1e6:.1f}" for name in names), f"{error:+.1%}"
 
     return (
         row["model"], row["memory"],
         f"{1e3 * row['predicted_s']:.1f} / {1e3 * row['measured_s']:.1f}",
         f"{1e3 * row['low_s']:.1f} to {1e3 * row['high_s']:.1f}", f"{error_of(row):+.1%}",
-        megabytes("predicted_bytes", "measured_bytes"), f"{peak_error(row):+.1%}",
-        megabytes("predicted_reserved", "measured_reserved"),
+        *both("bytes"), *both("reserved"),
     )  # fmt: skip
 
 
 def report(rows: Sequence[Row], page: Path | None) -> None:
     """The table, what the rows come to, and all of them for machines."""
-    peaks = [abs(peak_error(row)) for row in rows]
-    found = summary(rows) | {"median_peak_error": median(peaks), "max_peak_error": max(peaks)}
+    found = summary(rows)
     text = (
         f"On {', '.join(sorted({row['device'] for row in rows}))}: steps are off by "
-        f"{found['median_abs_error']:.1%} in the median and {found['max_abs_error']:.1%} at most, "
-        f"peaks by {found['median_peak_error']:.1%} and {found['max_peak_error']:.1%}."
+        f"{found['median_abs_error']:.1%} in the median and {found['max_abs_error']:.1%} at most"
     )
+    for what, words in (("bytes", "peaks"), ("reserved", "what is reserved")):
+        errors = [abs(e) for e in (memory_error(row, what) for row in rows) if e is not None]
+        if errors:
+            found |= {f"median_{what}_error": median(errors), f"max_{what}_error": max(errors)}
+            text += f", {words} by {median(errors):.1%} and {max(errors):.1%}"
     print_table("predicted / measured, ms and MB", HEADINGS, map(cells, rows))
-    print(text)
-    put_into(page, "rows", f"{markdown(HEADINGS, map(cells, rows), left=(0, 1))}\n\n{text}")
+    print(f"{text}.")
+    put_into(page, "rows", f"{markdown(HEADINGS, map(cells, rows), left=(0, 1))}\n\n{text}.")
     print_json({"rows": list(rows), **found})
 
 
@@ -161,6 +189,7 @@ def main() -> None:
     parser = command_line(__doc__)
     every = ON_GPUS if here().type == "cuda" else ON_CPUS
     parser.add_argument("--models", nargs="+", default=[model.name for model in every])
+    parser.add_argument("--turns", type=int, default=TURNS, help="of profiling and training")
     parser.add_argument("--keep", type=Path, help="a file of rows (JSON lines), to go on from")
     parser.add_argument("--markdown", type=Path, help="puts the table into that page")
     asked = parser.parse_args()
@@ -174,11 +203,10 @@ def main() -> None:
     there = {row["case"] for row in rows}
     for model in (model for model in every if model.name in asked.models):
         wanted = [policy for policy in policies() if f"{model.name}, {policy}" not in there]
-        for row in rows_of(model, wanted) if wanted else ():
+        for row in rows_of(model, wanted, asked.turns) if wanted else ():
             rows.append(row)
             keep(asked.keep, row)
-            errors = f"{error_of(row):+.1%}, peak {peak_error(row):+.1%}"
-            print(f"{row['case']}: {errors}", file=sys.stderr)
+            print(f"{row['case']}: {error_of(row):+.1%}", file=sys.stderr)
     report(rows, asked.markdown)
 
 
