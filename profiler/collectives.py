@@ -82,6 +82,12 @@ class MeasuredGroup:
 
         return run
 
+    def meet(self) -> None:
+        """Waits for all members. Collective over the group."""
+        # With its number, or torch warns that it takes the current device.
+        numbers = [self.device.index or 0] if self.device.type == "cuda" else None
+        dist.barrier(group=self.handle, device_ids=numbers)
+
     @property
     def group(self) -> Group:
         """As the executor has groups."""
@@ -124,14 +130,19 @@ class MeasuredGroup:
     def _p2p(self, count: int) -> Callable[[], None]:
         tensor, first, second = self._tensor("out", count), self.ranks[0], self.ranks[-1]
 
+        # As batches of one: for what comes by itself NCCL makes a communicator of the two.
+        def pass_on(operation: Callable[..., Any], peer: int) -> None:
+            for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.handle)]):
+                work.wait()
+
         # There and back: half of it is one message.
         def run() -> None:
             if self.member == 0:
-                dist.send(tensor, second, group=self.handle)
-                dist.recv(tensor, second, group=self.handle)
+                pass_on(dist.isend, second)
+                pass_on(dist.irecv, second)
             elif self.member == self.size - 1:
-                dist.recv(tensor, first, group=self.handle)
-                dist.send(tensor, first, group=self.handle)
+                pass_on(dist.irecv, first)
+                pass_on(dist.isend, first)
 
         return run
 

@@ -87,7 +87,8 @@ def _topk(gradient: Tensor, ratio: float) -> Coding:
     held = ErrorFeedback()
     held.restore(torch.zeros_like(gradient))
     average, count = torch.empty_like(gradient), topk_elements(gradient.numel(), ratio)
-    index = torch.arange(0, gradient.numel(), gradient.numel() // count)
+    step = gradient.numel() // count
+    index = torch.arange(0, gradient.numel(), step, device=gradient.device)
     values = gradient[index]
 
     def choose() -> None:

@@ -24,7 +24,7 @@ from ..planner.cost.collectives import Fabric, rings
 from ..planner.schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
 from ..planner.schema.errors import InputError
 from .catalogue import fragments_bytes
-from .collectives import MeasuredGroup, curves, measure, synchronise
+from .collectives import MeasuredGroup, curves, measure, slowest, synchronise
 from .host_rates import Rates, common_rate, differ, measure_host_rates
 from .progress import StageProgress
 from .timing import spread_of
@@ -78,6 +78,9 @@ def probe(
         | {name: budget_s / len(plan) / 2 for name in names}
         | {slowed: SLOWDOWN_S},
     )
+    # NCCL makes a group's communicator with the first call, for which all must come: before that a
+    # message between two of them would wait for the others (``join`` does the same).
+    slowest([0.0], where)
     rates = None
     if len(set(hosts)) > 1:
         rates = measure_host_rates(hosts, where, partial(stages.at, "measuring hosts"))
@@ -224,7 +227,9 @@ def join(sets: GroupSets, device: torch.device) -> MeasuredGroup:
 
     handle = made()
     opposite = made() if backend == "gloo" else None
-    return MeasuredGroup(handle, mine, mine.index(rank), device, opposite)
+    group = MeasuredGroup(handle, mine, mine.index(rank), device, opposite)
+    group.meet()
+    return group
 
 
 def _cluster(
@@ -452,14 +457,14 @@ def measure_interference(group: MeasuredGroup) -> Interference:
     load, start = _Load(group), time.perf_counter()
     rows: list[tuple[float, float]] = []
     while len(rows) < SLOWDOWN_ROUNDS:
-        dist.barrier(group=group.handle)
+        group.meet()
         compute_s = load.compute()
-        dist.barrier(group=group.handle)
+        group.meet()
         # What a link has saved up while it was idle, as a token bucket does, is used up first.
         load.send()
-        dist.barrier(group=group.handle)
+        group.meet()
         sent = load.send()
-        dist.barrier(group=group.handle)
+        group.meet()
         together, over = load.both()
         rows.append((_stretch(compute_s, over, together), _stretch(sent, together, over)))
         # The clock of one member must not end the rounds of another's.

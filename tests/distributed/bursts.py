@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from tests.wire import ExchangedParam, exchanged_bytes, moved_bytes
 
+CPU = torch.device("cpu")
 LIMIT_S = 20
 """A rank waits so long for the others."""
 Batches = Sequence[Sequence[Batch]]
@@ -42,12 +43,15 @@ class Expected:
     optimizer: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def check(rank: int, text: str) -> None:
+def check(rank: int, text: str, device: torch.device = CPU) -> None:
     """The plan of a trial trains as one process does, and sends what it is said to send."""
     trial = Trial.read(text)
     model, found = build(trial.model, trial.dtype)
+    model.to(device)
     torch.manual_seed(trial.seed)
-    batches = [[draw(trial.model, sum(c), trial.dtype) for c in step] for step in trial.steps]
+    batches = [
+        [draw(trial.model, sum(c), trial.dtype).to(device) for c in step] for step in trial.steps
+    ]
     expected = alone(twin(model), trial, batches)
     Together(rank, model, found, trial, expected).train(batches)
 

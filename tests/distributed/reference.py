@@ -72,6 +72,7 @@ def train_together(
 def whole_loss(value: Tensor, mine: int, whole: int) -> float:
     """The mean over the batch, from the means over each rank's samples."""
     part = value.detach().double() * mine / whole if mine else torch.zeros((), dtype=torch.float64)
+    part = part.cpu()  # the same group on ranks that have no samples
     torch.distributed.all_reduce(part)
     return part.item()
 

@@ -25,11 +25,14 @@ COLLECTIVES = ("all_reduce", "all_gather", *GATHERS, *SCATTERS, "all_to_all_sing
 
 
 @contextmanager
-def on_streams() -> Iterator[torch.device]:
-    """Where tensors of the test are. On CPUs all groups but those for control are taken for groups
-    on streams; their waits hold the host all the same, as there is no stream that would wait."""
-    if torch.cuda.is_available():
+def on_streams(*, on_cpu: bool = False) -> Iterator[torch.device]:
+    """Where tensors of the test are: on a GPU if there is one, unless it is to be ``on_cpu``. There
+    all groups but those for control are taken for groups on streams; their waits hold the host all
+    the same, as there is no stream that would wait."""
+    if torch.cuda.is_available() and not on_cpu:
         torch.cuda.set_device(0)
+        # Or convolutions round what they multiply to ten bits.
+        torch.backends.cudnn.allow_tf32 = False
         yield torch.device("cuda", 0)
         return
     made = groups._make_group

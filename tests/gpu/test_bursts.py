@@ -17,8 +17,8 @@ QUICK, MANY = 4, 150
 
 def issued(rank: int, text: str) -> Issued:
     """What a rank issues in a trial, which trains as one process does."""
-    with on_streams(), recorded() as told:
-        check(rank, text)
+    with on_streams() as device, recorded() as told:
+        check(rank, text, device)
     return told
 
 

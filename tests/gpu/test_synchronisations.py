@@ -1,9 +1,11 @@
-"""How often a step asks a tensor of the device for its value, where the host has to wait for it."""
+"""How often a step asks a tensor of the device for its value, where the host has to wait for it:
+counted on CPUs, and by torch on a device."""
 
 from __future__ import annotations
 
 import importlib
 import io
+import warnings
 from collections.abc import Iterator
 
 import msgspec
@@ -52,7 +54,7 @@ def asks(kind: str, statistics: str = "local", screen: io.StringIO | None = None
     plan = made(kind)
     goal = msgspec.structs.replace(plan.goal, batch_statistics=statistics)
     plan = msgspec.structs.replace(plan, goal=goal)
-    with on_streams() as device, counted() as places:
+    with on_streams(on_cpu=True) as device, counted() as places:
         model = Net().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         apply(model, optimizer, plan, timeout_s=30)
@@ -95,6 +97,35 @@ def test_dropping_asks_once_in_a_step(alone: None) -> None:
     places = asks("dropped")
     assert len(places) == MEASURED, places
     assert all("gradients/dropping.py" in place for place in places)
+
+
+def waits(rank: int, kind: str) -> list[str]:
+    """Where the host waits for the device in later steps, as torch tells."""
+    told: list[warnings.WarningMessage] = []
+    with on_streams() as device:
+        batches = [data(4, 10 * number + rank, device) for number in range(2 * MEASURED + 1)]
+        model = Net().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        apply(model, optimizer, made(kind), timeout_s=30)
+        for number, (x, y) in enumerate(batches[:-1]):
+            if number == MEASURED:
+                torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                F.cross_entropy(model(x.float()), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            told += caught
+        torch.cuda.set_sync_debug_mode("default")
+        model(batches[-1][0].float())
+    return [f"{w.filename}:{w.lineno}" for w in told if "synchronizing" in str(w.message)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no device that is waited for")
+@pytest.mark.parametrize("kind", [*NONE, "offload", "dropped"])
+def test_a_device_is_not_waited_for(ranks, kind: str) -> None:
+    for places in ranks(2)(waits, kind):
+        assert len(places) == (MEASURED if kind == "dropped" else 0), places
 
 
 def test_statistics_of_the_whole_batch_ask_for_nothing(
