@@ -27,18 +27,20 @@ import torch
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.setups import device_name
 from meshwright.executor.launch.start import start_process_group
-from meshwright.executor.launch.train import Measured
+from meshwright.executor.launch.train import Measured, run_steps
+from meshwright.executor.optimizer.kinds import optimizer_for
 from meshwright.models.target import workload
 from meshwright.models.workload import Batch, Workload
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.plan import MemoryPolicy, Plan, Prediction
 from meshwright.profiler.model import profile as measure
 from meshwright.profiler.sessions import batches_for, single_rank
-from prediction import TURNS, Way, error_of, plan_of, row_of, summary, trained
+from prediction import TURNS, Way, error_of, plan_of, row_of, summary
 from rows import Row, command_line, keep, known, markdown, print_json, print_table, put_into
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+STEPS = 20
 HEADINGS = ("model", "memory", "step", "within", "error", "peak", "error", "reserved", "error")
 
 
@@ -133,6 +135,14 @@ def rows_of(model: Model, wanted: Sequence[MemoryPolicy], turns: int) -> Iterato
             **row, "model": model.name, "memory": policy, "device": device_name(device),
             "predicted_reserved": max(ours, default=None), "measured_reserved": theirs,
         }  # fmt: skip
+
+
+def trained(workload: Workload, plan: Plan) -> Measured:
+    """Steps under the plan on one batch, which is on the device: what it takes to draw samples is
+    not what is predicted."""
+    optimizer = optimizer_for(plan.goal.optimizer, workload.model.parameters())
+    batch = workload.make_batch(plan.goal.batch).to(here())
+    return run_steps(workload, plan, STEPS, optimizer=optimizer, draw=lambda step: batch)
 
 
 def let_go() -> None:

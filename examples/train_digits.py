@@ -50,6 +50,8 @@ def main(epochs: int) -> None:
         model, optimizer, example_inputs=(images[:64],), global_batch_size=BATCH
     )
     rank, world = dist.get_rank(), dist.get_world_size()
+    device = next(model.parameters()).device  # a GPU of this rank's own, if there is one
+    images, labels = images.to(device), labels.to(device)
 
     for epoch in range(epochs):
         order = torch.randperm(1437, generator=torch.Generator().manual_seed(epoch))

@@ -119,7 +119,9 @@ def saved_inputs(
 
     def save(tensor: Tensor) -> Tensor:
         savers.setdefault(key(tensor), set()).add(units_at_work.node)
-        return tensor
+        # Not itself: an output that its own graph keeps is a circle that no collector sees, by
+        # which a batch's feature maps and the model would never be freed.
+        return tensor.detach()
 
     def enter(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -141,6 +143,7 @@ def saved_inputs(
                 hooks.callback(handle.remove)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
             loss(model(*batch.args, **batch.kwargs), batch.target)
+    alive.clear()  # their graphs hold ``save``, which holds them
 
     def size(inputs: dict[int, int], name: str, others: bool) -> int:
         return sum(

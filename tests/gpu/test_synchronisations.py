@@ -118,7 +118,7 @@ def waits(rank: int, kind: str) -> list[str]:
             told += caught
         torch.cuda.set_sync_debug_mode("default")
         model(batches[-1][0].float())
-    return [f"{w.filename}:{w.lineno}" for w in told if "synchronizing" in str(w.message)]
+    return [f"{w.filename}:{w.lineno}" for w in told if "called a synchronizing" in str(w.message)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no device that is waited for")
