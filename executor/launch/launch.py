@@ -2,6 +2,7 @@
 that would have fitted, after a run that lacked memory."""
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from .background import (
     over_step_limit,
     sentence,
 )
+from .devices import SHARING
 from .processes import Ranks, check_plan, run_ranks
 from .replan import Replanner, RoomForPlan
 from .report import (
@@ -223,10 +225,11 @@ def differences(plan: Plan, ranks: int, first: int = 0) -> list[str]:
     found = []
     # As ``devices.local_device`` chooses: a GPU for each rank here, or the CPU for all.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    on_cpu = gpus < ranks
+    on_cpu = gpus < ranks and not (gpus and os.environ.get(SHARING) == "1")
     if on_cpu and gpus:
         found.append(
-            f"{_ranks(ranks)} of the plan start on this host, which has {gpus} GPUs: they run on "
+            f"{_ranks(ranks)} of the plan start on this host, which has {gpus} "
+            f"GPU{'s' * (gpus > 1)}: they run on "
             "its CPU; spread them over hosts with --nnodes, or plan for what is here"
         )
     elif on_cpu and ranks > cores():

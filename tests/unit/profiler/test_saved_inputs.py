@@ -1,5 +1,8 @@
 """Whose inputs are saved for backward by it alone, so that a divided unit has them no more."""
 
+import gc
+import weakref
+
 import meshwright as mw
 import pytest
 import torch
@@ -31,6 +34,26 @@ def kept(model: nn.Module) -> dict[str, int]:
     units = discover(model, batch).units
     found = saved_inputs(model, units, batch, F.mse_loss)
     return {name: inputs.kept for name, inputs in found.items()}
+
+
+class Activated(nn.Module):
+    """Autograd keeps the output of the activation, by whose graph it is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_nothing_is_kept_of_the_model_and_its_batch():
+    model = Activated()
+    alive = weakref.ref(model)
+    assert kept(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_a_linear_layer_alone_saves_is_its_own():
