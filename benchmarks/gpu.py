@@ -27,9 +27,7 @@ import torch
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.setups import device_name
 from meshwright.executor.launch.start import start_process_group
-from meshwright.executor.launch.train import Measured, run_steps
-from meshwright.executor.optimizer.kinds import optimizer_for
-from meshwright.models.precision import in_precision
+from meshwright.executor.launch.train import Measured, begin_training, run_steps
 from meshwright.models.target import workload
 from meshwright.models.workload import Batch, Workload
 from meshwright.planner.schema.goal import Goal
@@ -141,8 +139,7 @@ def rows_of(model: Model, wanted: Sequence[MemoryPolicy], turns: int) -> Iterato
 def trained(workload: Workload, plan: Plan) -> Measured:
     """Steps under the plan on one batch, which is on the device: what it takes to draw samples is
     not what is predicted."""
-    workload = in_precision(workload)
-    optimizer = optimizer_for(plan.goal.optimizer, workload.model.parameters())
+    workload, optimizer = begin_training(workload, plan, here())
     batch = workload.make_batch(plan.goal.batch).to(here())
     return run_steps(workload, plan, STEPS, optimizer=optimizer, draw=lambda step: batch)
 

@@ -78,11 +78,11 @@ def probe(
         | {name: budget_s / len(plan) / 2 for name in names}
         | {slowed: SLOWDOWN_S},
     )
-    # NCCL makes a group's communicator with the first call, for which all must come: before that a
-    # message between two of them would wait for the others (``join`` does the same).
-    slowest([0.0], where)
     rates = None
     if len(set(hosts)) > 1:
+        # NCCL makes a group's communicator with the first call, for which all must come: before
+        # that a message between two of them would wait for the others (``join`` does the same).
+        slowest([0.0], where)
         rates = measure_host_rates(hosts, where, partial(stages.at, "measuring hosts"))
     measured: list[tuple[str, GroupSets, MeasuredGroup]] = []
     interference, taken = Interference(), 0

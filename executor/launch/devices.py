@@ -18,6 +18,12 @@ LOCAL_NUMBERS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "M
 # With this NCCL lets several ranks work on one GPU (from version 2.30 on).
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
+
+def may_share() -> bool:
+    """Whether ranks that see the same one GPU may all work on it."""
+    return os.environ.get(SHARING) == "1"
+
+
 _agreed: list[torch.device] = []
 """The device that the ranks have agreed on, once they have."""
 
@@ -71,7 +77,7 @@ def agreed_device(own: torch.device) -> torch.device:
         return own
     found: list[RankDevice] = [RankDevice("", "")] * dist.get_world_size()
     dist.all_gather_object(found, RankDevice(socket.gethostname(), _identity(own)))
-    reason = why_on_cpu(found, sharing=os.environ.get(SHARING) == "1")
+    reason = why_on_cpu(found, sharing=may_share())
     if reason is not None and dist.get_rank() == 0:
         warnings.warn(reason, stacklevel=3)
     _agreed[:] = [own if reason is None else torch.device("cpu")]

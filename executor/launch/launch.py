@@ -2,7 +2,6 @@
 that would have fitted, after a run that lacked memory."""
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -36,7 +35,7 @@ from .background import (
     over_step_limit,
     sentence,
 )
-from .devices import SHARING
+from .devices import may_share
 from .processes import Ranks, check_plan, run_ranks
 from .replan import Replanner, RoomForPlan
 from .report import (
@@ -225,7 +224,7 @@ def differences(plan: Plan, ranks: int, first: int = 0) -> list[str]:
     found = []
     # As ``devices.local_device`` chooses: a GPU for each rank here, or the CPU for all.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    on_cpu = gpus < ranks and not (gpus and os.environ.get(SHARING) == "1")
+    on_cpu = gpus < ranks and not (gpus == 1 and may_share())
     if on_cpu and gpus:
         found.append(
             f"{_ranks(ranks)} of the plan start on this host, which has {gpus} "

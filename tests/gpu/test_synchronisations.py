@@ -101,8 +101,8 @@ def test_dropping_asks_once_in_a_step(alone: None) -> None:
 
 def waits(rank: int, kind: str) -> list[str]:
     """Where the host waits for the device in later steps, as torch tells."""
-    told: list[warnings.WarningMessage] = []
-    with on_streams() as device:
+    with on_streams() as device, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         batches = [data(4, 10 * number + rank, device) for number in range(2 * MEASURED + 1)]
         model = Net().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -110,12 +110,9 @@ def waits(rank: int, kind: str) -> list[str]:
         for number, (x, y) in enumerate(batches[:-1]):
             if number == MEASURED:
                 torch.cuda.set_sync_debug_mode("warn")
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                F.cross_entropy(model(x.float()), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            told += caught
+            F.cross_entropy(model(x.float()), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         torch.cuda.set_sync_debug_mode("default")
         model(batches[-1][0].float())
     return [f"{w.filename}:{w.lineno}" for w in told if "called a synchronizing" in str(w.message)]
