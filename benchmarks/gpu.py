@@ -33,7 +33,7 @@ from meshwright.models.workload import Batch, Workload
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.plan import MemoryPolicy, Plan, Prediction
 from meshwright.profiler.model import profile as measure
-from meshwright.profiler.sessions import batches_for, single_rank
+from meshwright.profiler.sessions import batches_for, cluster_of_ranks
 from prediction import TURNS, Way, error_of, plan_of, row_of, summary
 from rows import Row, command_line, keep, known, markdown, print_json, print_table, put_into
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ def policies() -> tuple[MemoryPolicy, ...]:
 
 def rows_of(model: Model, wanted: Sequence[MemoryPolicy], turns: int) -> Iterator[dict[str, Any]]:
     """The rows of one model, under each memory policy."""
-    device, cluster = here(), single_rank(here())
+    device, cluster = here(), cluster_of_ranks(here(), refresh=True)
     predicted: dict[MemoryPolicy, list[Prediction]] = {policy: [] for policy in wanted}
     measured: dict[MemoryPolicy, list[Measured]] = {policy: [] for policy in wanted}
     plans: dict[MemoryPolicy, Plan] = {}

@@ -10,7 +10,7 @@ What a byte costs the executor is little beside what it costs the wire, and woul
 wire's own unsteadiness: for bytes only the work between waits is counted, without the agreements,
 which wait behind the gradients on the same links. Toys are as large as the links carry quickly.
 Of redistributions the copies are timed alone, small and large ones: a toy that moved as much would
-compute for longer than it copies.
+compute for longer than it copies. Of what is recomputed the second forward is not counted.
 """
 
 import time
@@ -32,7 +32,14 @@ from ..planner.cost.collectives import ring_steps
 from ..planner.schema.cluster import StepOverhead
 from ..planner.schema.goal import Goal
 from ..planner.schema.layout import Layout, data_parallel
-from ..planner.schema.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
+from ..planner.schema.plan import (
+    MemoryPolicy,
+    Plan,
+    Prediction,
+    Provenance,
+    ScheduleName,
+    UnitPlan,
+)
 from .collectives import slowest
 
 ROUNDS, UNCOUNTED = 25, 3
@@ -45,12 +52,13 @@ MESSAGE_BYTES: dict[ScheduleName, int] = {"barrier": 25 * 2**20, "priority": 4 *
 
 
 class _Toy(NamedTuple):
-    """So many square linear layers of that width, each with a bias; every third one divided over
-    ``degree`` ranks."""
+    """So many square linear layers of that width, each with a bias, and each recomputed or kept;
+    every third one divided over ``degree`` ranks."""
 
     layers: int
     width: int = 8
     degree: int = 1
+    memory: MemoryPolicy = "keep"
 
     @property
     def parameters(self) -> int:
@@ -61,7 +69,7 @@ class _Toy(NamedTuple):
         return 4 * self.layers * self.width * (self.width + 1)
 
 
-SMALL, MANY = _Toy(4), _Toy(48)
+SMALL, MANY, AGAIN = _Toy(4), _Toy(48), _Toy(48, memory="recompute")
 # The large toy has as many layers as the small one; the width is bounded on both sides.
 WIDTHS = (64, 1024)
 DIVIDED_LAYERS = 12
@@ -80,10 +88,11 @@ def _large(ranks: int, bytes_per_s: float) -> _Toy:
 
 class _Excess(NamedTuple):
     """Seconds that a step is longer under a plan, waiting for tensors left out; those of them that
-    are no agreement among ranks; and the redistributions in it."""
+    are no agreement among ranks; those of a plain forward; and the redistributions in a step."""
 
     seconds: float
     local_s: float
+    forward_s: float
     moves: int
 
 
@@ -93,43 +102,50 @@ def measure_overheads(
     tick: Callable[[float], None] = lambda share: None,
 ) -> tuple[StepOverhead, StepOverhead]:
     """Of steps with a barrier and by priority (updates one parameter at a time included), on CPU
-    ranks joined by links of that rate (the slowest counts), as the slowest rank sees them. ``tick``
-    is told the share that is over. Collective over the default group."""
+    ranks joined by links of that rate (the slowest counts), as the slowest rank sees them; of one
+    rank, which exchanges and moves nothing, those of its hooks. ``tick`` is told the share that is
+    over. Collective over the default group."""
     ranks = dist.get_world_size()
-    if ranks == 1:
-        return StepOverhead(), StepOverhead()
-    degree = next(d for d in range(2, ranks + 1) if ranks % d == 0)
+    degree = next((d for d in range(2, ranks + 1) if ranks % d == 0), 1)
     whole = _Toy(DIVIDED_LAYERS, max(8, degree))
-    large = _large(ranks, bytes_per_s)
-    toys = (SMALL, MANY, large, whole, whole._replace(degree=degree))
-    every = len(toys) + 3
+    large = _large(ranks, bytes_per_s) if ranks > 1 else None
+    exchanging = (SMALL, MANY, large) if large else (SMALL, MANY)
+    toys = (*exchanging, AGAIN, *((whole, whole._replace(degree=degree)) if large else ()))
+    every = len(toys) + len(exchanging)
     by_barrier = _excesses(toys, rounds, "barrier", lambda done: tick(done / every))
     by_priority = _excesses(
-        toys[:3], rounds, "priority", lambda done: tick((len(toys) + done) / every)
+        exchanging, rounds, "priority", lambda done: tick((len(toys) + done) / every)
     )
-    undivided, divided = by_barrier[3:]
-    # A redistribution is the same whatever the schedule.
-    move_s = max((divided.seconds - undivided.seconds) / divided.moves, 0.0)
-    move_byte_s = _move_byte_s(degree, rounds, bytes_per_s)
+    # What is around a redistribution or a second forward is the same whatever the schedule.
+    same = {"rerun_s": _rerun_s(by_barrier[1], by_barrier[len(exchanging)])}
+    if large:
+        undivided, divided = by_barrier[-2:]
+        same["move_s"] = max((divided.seconds - undivided.seconds) / divided.moves, 0.0)
+        same["move_byte_s"] = _move_byte_s(degree, rounds, bytes_per_s)
+    more_bytes = large.bytes - SMALL.bytes if large else 0
     barrier, priority = (
-        msgspec.structs.replace(
-            _overhead(found, large.bytes - SMALL.bytes), move_s=move_s, move_byte_s=move_byte_s
-        )
+        msgspec.structs.replace(_overhead(found, more_bytes), **same)
         for found in (by_barrier, by_priority)
     )
     return barrier, priority
 
 
 def _overhead(found: Sequence[_Excess], more_bytes: int) -> StepOverhead:
-    """All of it but what is around redistributions."""
+    """What is around parameters, and bytes where a third toy has more of them, and once a step."""
     small, many = (one.seconds for one in found[:2])
-    bytes_s = found[2].local_s - found[0].local_s
     each = max((many - small) / (MANY.parameters - SMALL.parameters), 0.0)
+    bytes_s = found[2].local_s - found[0].local_s if more_bytes else 0.0
     return StepOverhead(
         step_s=max(small - SMALL.parameters * each, 0.0),
         parameter_s=each,
-        byte_s=max(bytes_s / more_bytes, 0.0),
+        byte_s=max(bytes_s, 0.0) / max(more_bytes, 1),
     )
+
+
+def _rerun_s(kept: _Excess, recomputed: _Excess) -> float:
+    """Seconds around the second forward of a layer that is recomputed."""
+    more_s = recomputed.seconds - kept.seconds - recomputed.forward_s
+    return max(more_s / AGAIN.layers, 0.0)
 
 
 def _move_byte_s(degree: int, rounds: int, bytes_per_s: float) -> float:
@@ -171,9 +187,11 @@ def _excesses(
         for done, toy in enumerate(toys, 1):
             found.append(_excess(toy, dist.get_world_size(), rounds, schedule))
             tick(done)
-    worst = slowest([s for one in found for s in (one.seconds, one.local_s)], torch.device("cpu"))
-    pairs = zip(worst[::2], worst[1::2], strict=True)
-    return [one._replace(seconds=s, local_s=a) for one, (s, a) in zip(found, pairs, strict=True)]
+    # Of the rank that each takes longest on: numbers of redistributions are equal.
+    worst = slowest([float(figure) for one in found for figure in one], torch.device("cpu"))
+    size = len(_Excess._fields)
+    rows = [worst[at : at + size] for at in range(0, len(worst), size)]
+    return [_Excess(own, local, forward, round(moves)) for own, local, forward, moves in rows]
 
 
 def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Excess:
@@ -184,12 +202,14 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
     planned, optimizer = apply(model, _updated(model), _plan(toy, ranks, schedule))
     assert optimizer is not None, "an optimizer comes back where one was given"
     meter, gradients = run_of(planned).meter, run_of(planned).gradients
-    plainly, under, local = list[float](), list[float](), list[float]()
+    plainly, under, local, forward = (list[float]() for _ in range(4))
     begun = time.perf_counter()
     while len(plainly) < rounds + UNCOUNTED:
-        plainly.append(_timed(plain, by_hand, batch))
+        seconds, forward_s = _timed(plain, by_hand, batch)
+        plainly.append(seconds)
+        forward.append(forward_s)
         before = meter.seconds, gradients.exposed_s, gradients.voting_s
-        seconds = _timed(planned, optimizer, batch)
+        seconds, _ = _timed(planned, optimizer, batch)
         moving, exposed, voting = meter.seconds, gradients.exposed_s, gradients.voting_s
         local.append(seconds - (moving - before[0]) - (exposed - before[1]))
         under.append(local[-1] + voting - before[2])
@@ -197,8 +217,10 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
         spent_s = slowest([time.perf_counter() - begun], torch.device("cpu"))[0]
         if spent_s > TOY_S and len(plainly) >= FEWEST + UNCOUNTED:
             break
-    usual, own, apart = (median(seconds[UNCOUNTED:]) for seconds in (plainly, under, local))
-    return _Excess(own - usual, apart - usual, meter.moves // len(plainly))
+    usual, own, apart, once = (
+        median(seconds[UNCOUNTED:]) for seconds in (plainly, under, local, forward)
+    )
+    return _Excess(own - usual, apart - usual, once, meter.moves // len(plainly))
 
 
 def _updated(model: nn.Module) -> torch.optim.Optimizer:
@@ -210,19 +232,23 @@ def _model(toy: _Toy) -> nn.Module:
     return nn.Sequential(*(nn.Linear(toy.width, toy.width) for _ in range(toy.layers)))
 
 
-def _timed(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
-    """Seconds of one whole step, which all ranks begin together: what an optimizer that returns at
-    once leaves to do is waited for."""
+def _timed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
+) -> tuple[float, float]:
+    """Seconds of one whole step, which all ranks begin together, and of its forward: what an
+    optimizer that returns at once leaves to do is waited for."""
     dist.barrier()
     start = time.perf_counter()
-    loss: Tensor = model(batch).sum()
+    output: Tensor = model(batch)
+    forward_s = time.perf_counter() - start
+    loss = output.sum()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
     # Any use of a parameter waits for its update, where the optimizer returned before it was done.
     for parameter in model.parameters():
         parameter.detach()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, forward_s
 
 
 def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
@@ -239,6 +265,7 @@ def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
                 batched_inputs=(0,),
                 layout=divided if cut else whole,
                 style="column" if cut else "none",
+                memory=toy.memory,
             )
         )
     goal = Goal(batch=2 * ranks)

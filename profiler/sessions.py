@@ -10,6 +10,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -153,8 +154,6 @@ def cluster_of_ranks(
     device: torch.device, progress: Step | None = None, *, refresh: bool = False
 ) -> Cluster:
     """What the links among all ranks do; collective, and the same on every rank."""
-    if dist.get_world_size() == 1:
-        return single_rank(device)
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, (socket.gethostname(), device_name(device)))
     shown = progress if dist.get_rank() == 0 else None
@@ -169,11 +168,17 @@ def cluster_of_ranks(
 def _probe(device: torch.device, progress: Step | None) -> Cluster:
     """The links, and what the executor itself adds to a step. Collective."""
     # On a GPU the host's work runs ahead of the device's and hides behind it: it costs nothing.
-    on_cpu = device.type == "cpu"
-    expected_s = {"links": LINKS_S} | ({"overhead": OVERHEAD_S} if on_cpu else {})
+    on_cpu, alone = device.type == "cpu", dist.get_world_size() == 1
+    expected_s = ({} if alone else {"links": LINKS_S}) | (
+        {"overhead": OVERHEAD_S} if on_cpu else {}
+    )
     stages = StageProgress(progress, expected_s)
-    cluster = probe_ranks(
-        device=device, progress=lambda done, total, what: stages.at("links", done / total, what)
+    cluster = (
+        single_rank(device)
+        if alone
+        else probe_ranks(
+            device=device, progress=lambda done, total, what: stages.at("links", done / total, what)
+        )
     )
     if not on_cpu:
         return cluster
@@ -181,9 +186,9 @@ def _probe(device: torch.device, progress: Step | None) -> Cluster:
     from .overhead import measure_overheads
 
     # All toys are trained over the slowest links that there are.
-    line = cluster.level("inter") or cluster.levels[0]
+    line = cluster.level("inter") or next(iter(cluster.levels), None)
     overhead, priority = measure_overheads(
-        bytes_per_s=line.bytes_per_s,
+        bytes_per_s=line.bytes_per_s if line else inf,
         tick=lambda share: stages.at("overhead", share, "measuring the executor's own work"),
     )
     stages.end("measured")
@@ -415,8 +420,6 @@ def probe(ranks: int | None, progress: Step | None) -> Cluster:
     count = ranks if ranks is not None else max(torch.cuda.device_count(), 2)
     if count < 1:
         raise InputError(f"{count} ranks cannot be probed: name 1 (no links to measure) or more")
-    if count == 1:
-        return single_rank(local_device())
     found = run_task(Task(name="probe"), Ranks(nproc=count), Cluster)
     assert found is not None
     return found

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ...models.trees import map_only
 from ...planner.schema.errors import RunError
 from ..comm.buffers import release_comm_buffers
 from ..comm.control import digest
@@ -214,7 +214,7 @@ class ShardedGradient(WaitingGradient):
                 return gradient.as_chunk()
             return gradient.complete()
 
-        result = func(*pytree.tree_map_only(WaitingGradient, chunk_or_whole, args), **kwargs)
+        result = func(*map_only(WaitingGradient, chunk_or_whole, args), **kwargs)
         return args[0] if func in _SCALE_ONE else result
 
 

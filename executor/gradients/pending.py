@@ -26,7 +26,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
+
+from ...models.trees import leaves_of, map_only
 
 _ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "ndim", "grad_fn", "is_leaf", "is_sparse", "is_cuda",
@@ -71,7 +72,7 @@ class PendingParam:
         if func in PARAM_METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         for leaf in leaves:
             # Asked each time, as finishing one gives the others of its unit their own class back.
             if isinstance(leaf, PendingParam):
@@ -179,7 +180,7 @@ class GradStandIn(Tensor):
 
 
 def _completed(tree: Any) -> Any:
-    return pytree.tree_map_only(GradStandIn, lambda gradient: gradient.complete(), tree)
+    return map_only(GradStandIn, lambda gradient: gradient.complete(), tree)
 
 
 class WaitingGradient(GradStandIn):

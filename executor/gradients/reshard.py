@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ...models.trees import leaves_of
 from ...planner.schema.errors import InputError, RunError
 from ..redistribution.shards import LocalPart
 from .buckets import GradParam
@@ -111,7 +111,7 @@ class ResharedParam(PendingParam):
             return args[0]
         if func is Tensor.detach and _SAVING in args[0].__dict__:
             return args[0].__dict__[_SAVING]
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         with _whole_for(next((t for t in leaves if isinstance(t, ResharedParam)), None)):
             return super().__torch_function__(func, types, args, kwargs)
 

@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree  # torch has no public name for it
-from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ...models.splits.leaves import BATCH_NORMS
+from ...models.trees import leaves_of, map_only
 from ...planner.schema.errors import InputError, RunError
 from ..redistribution.lazy import version_of
-from .regions import Region
+from .regions import Region, caching_casts
 
 # Makes a forward the current one again, for a while.
 ResumeForward = Callable[[], AbstractContextManager[None]]
 # No backward: autograd numbers them from 0 on, and says -1 outside of all.
 NO_TASK = -2
+_BY_BATCH = (*BATCH_NORMS, nn.SyncBatchNorm)
 
 
 class SavedTensor:
@@ -47,16 +48,17 @@ class Recomputed:
         resume_forward: ResumeForward,
     ) -> None:
         self._region, self._args, self._kwargs = region, args, kwargs
-        self._tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self._tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
         self._versions = _versions(self._tensors)
         # Versions are compared before the second forward: of other values it would save others.
-        self._parameters = [p for module in region.modules for p in module.parameters()]
+        inner = region.inner()
+        self._parameters = [p for m in inner for p in m._parameters.values() if p is not None]
         self._parameter_versions: list[int] = []
         # Weak: what backward no longer asks for must not be kept again.
         self._saved: list[weakref.ref[SavedTensor]] = []
         self._task = NO_TASK  # the backward that their values were made in
         self._kinds: list[tuple[Any, ...]] = []
-        self._state = _State(region.inner(), [*self._tensors, *self._parameters], resume_forward)
+        self._state = _State(inner, [*self._tensors, *self._parameters], resume_forward)
 
     def pack(self, tensor: Tensor) -> SavedTensor:
         """Remembers that there was a tensor, and nothing of it."""
@@ -67,6 +69,7 @@ class Recomputed:
 
     def leave(self) -> None:
         """Notes what must not change until the forward runs again."""
+        self._state.leave()
         self._parameter_versions = _versions(self._parameters)
         if _versions(self._tensors) != self._versions:
             raise InputError(
@@ -125,7 +128,7 @@ class Recomputed:
 
 
 class _State:
-    """What a forward depends on beside its inputs and parameters."""
+    """What a forward depends on beside its inputs and parameters, as it is when it begins."""
 
     def __init__(
         self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], resume_forward: ResumeForward
@@ -133,57 +136,93 @@ class _State:
         self._resume_forward = resume_forward
         self._training = [(module, module.training) for module in modules]
         self._buffers = [
-            (module, name, buffer.detach().clone())
+            (module, name, buffer.detach().clone() if _depends(module, name) else None)
             for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         ]
-        self._random = torch.get_rng_state()
-        self._devices, self._device_states = get_device_states(*tensors)
-        self._types = dict.fromkeys(["cpu", *(t.device.type for t in tensors)])
+        devices = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
+        self._devices = tuple(devices)
+        self._random: list[Tensor] | None = _random_states(self._devices)
         self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in self._types
+            (k, *_casts(k)) for k in dict.fromkeys(["cpu", *(d.type for d in devices)])
         ]
         self._cached = torch.is_autocast_cache_enabled()
+
+    def leave(self) -> None:
+        """The forward is over. One that has drawn no random numbers will draw none again."""
+        assert self._random is not None
+        if all(map(torch.equal, _random_states(self._devices), self._random)):
+            self._random = None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """All of it as it was, while the forward runs again; afterwards as it is now."""
-        accelerators = [kind for kind in self._types if kind != "cpu"]
+        # Regions are many and may be small: what is as it was is left alone.
         with ExitStack() as stack:
             stack.enter_context(self._resume_forward())
-            kind = next(iter(accelerators), "cuda")  # not used where there are no devices
-            stack.enter_context(torch.random.fork_rng(devices=self._devices, device_type=kind))
-            torch.set_rng_state(self._random)
-            for kind in accelerators if self._devices else ():
-                set_device_states(self._devices, self._device_states, device_type=kind)
+            if self._random is not None:
+                stack.enter_context(_drawing_from(self._devices, self._random))
             for kind, enabled, dtype in self._autocast:
-                cache = self._cached
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
-                )
+                if (enabled, dtype) != _casts(kind):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(caching_casts(self._cached))
             stack.enter_context(self._modules())
             yield
 
     @contextmanager
     def _modules(self) -> Iterator[None]:
         """Training modes and buffers as they were."""
-        training = [(module, module.training) for module, _ in self._training]
+        training = [(m, m.training) for m, mode in self._training if m.training != mode]
         buffers = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
         try:
-            for module, mode in self._training:
-                module.training = mode
+            for module, now in training:
+                module.training = not now
             # Copies take the buffers' place: what the second forward changes in place (running
             # statistics) must not reach the model's own, which autograd may have saved as well.
-            for module, name, value in self._buffers:
-                module._buffers[name] = value.clone()
+            for (module, name, value), (_, _, own) in zip(self._buffers, buffers, strict=True):
+                assert own is not None
+                module._buffers[name] = torch.empty_like(own) if value is None else value.clone()
             yield
         finally:
-            for module, mode in training:
-                module.training = mode
+            for module, now in training:
+                module.training = now
             for module, name, own in buffers:
                 module._buffers[name] = own
+
+
+def _depends(module: nn.Module, name: str) -> bool:
+    """Whether the module's forward depends on that buffer. Batch normalisation in training only
+    writes its running statistics."""
+    by_batch = type(module) in _BY_BATCH and module.training
+    return not (by_batch and name in ("running_mean", "running_var"))
+
+
+def _random_states(devices: Sequence[torch.device]) -> list[Tensor]:
+    """Of the generators that random numbers are drawn from: the host's, and those of devices."""
+    of_devices = (getattr(torch, device.type).get_rng_state(device) for device in devices)
+    return [torch.get_rng_state(), *of_devices]
+
+
+@contextmanager
+def _drawing_from(devices: Sequence[torch.device], states: Sequence[Tensor]) -> Iterator[None]:
+    now = _random_states(devices)
+    try:
+        _set_random_states(devices, states)
+        yield
+    finally:
+        _set_random_states(devices, now)
+
+
+def _set_random_states(devices: Sequence[torch.device], states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for device, state in zip(devices, states[1:], strict=True):
+        getattr(torch, device.type).set_rng_state(state, device)
+
+
+def _casts(kind: str) -> tuple[bool, torch.dtype]:
+    """Whether and to what autocast casts on such devices."""
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -204,7 +243,7 @@ def _leaves(inputs: Any) -> Any:
             made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
         return made[id(tensor)]
 
-    return pytree.tree_map_only(Tensor, leaf, inputs)
+    return map_only(Tensor, leaf, inputs)
 
 
 def _no_backward(_: Any) -> Tensor:

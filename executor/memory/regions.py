@@ -69,7 +69,7 @@ class Regions:
             args, kwargs = materialize((args, kwargs))
             if torch.is_grad_enabled():
                 context = ExitStack()
-                context.enter_context(_casting_anew())
+                context.enter_context(caching_casts(False))
                 saver = start(region, args, kwargs)
                 context.enter_context(saved_tensors_hooks(saver.pack, saver.unpack))
                 self._open.append((region, saver, context))
@@ -105,11 +105,11 @@ class Regions:
 
 
 @contextmanager
-def _casting_anew() -> Iterator[None]:
-    """Without autocast's cache, which would hold the casts of weights until the model's forward is
-    over, whatever becomes of what is saved here."""
+def caching_casts(cached: bool) -> Iterator[None]:
+    """Where autocast's cache holds the casts of weights, or does not: it would hold them until the
+    model's forward is over, whatever becomes of what is saved here."""
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(cached)
     try:
         yield
     finally:

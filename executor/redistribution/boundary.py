@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...models.compiled import eager, not_traced
 from ...models.spec import SplitSpec
+from ...models.trees import leaves_of, map_only
 from ...planner.cost.ownership import (
     Form,
     TensorPlacement,
@@ -62,7 +63,7 @@ class Boundary:
             return self.enter(args, kwargs)
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            return pytree.tree_map_only(Tensor, self._leave, output)
+            return map_only(Tensor, self._leave, output)
 
         first.register_forward_pre_hook(enter, with_kwargs=True)
         if self.unit.style == "column":  # the others' outputs are the member's own samples
@@ -227,12 +228,12 @@ class BurstUnit:
         """The output as the rest of the model may use it."""
         local = self._empty() if self.idle else self._described(output)
         inputs, self._inputs = self._inputs, []
-        return pytree.tree_map_only(Tensor, self._lazy, self._tie(local, inputs))
+        return map_only(Tensor, self._lazy, self._tie(local, inputs))
 
     def _described(self, output: Any) -> Any:
         """The output, whose shape idle ranks have been told."""
         rows = box(self.bursts.counts(), self.leaves, self._features, self.position)
-        for leaf in pytree.tree_leaves(output):
+        for leaf in leaves_of(output):
             if isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] != rows.hi - rows.lo):
                 raise RunError(
                     f"unit {self.unit.name!r} leaves a tensor of shape {list(leaf.shape)} where it "

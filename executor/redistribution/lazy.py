@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ...models.trees import map_only
 from ...planner.cost.ownership import TensorPlacement
 
 
@@ -141,7 +141,7 @@ def may_be_lazy() -> bool:
 
 def materialize(tree: Any) -> Any:
     """The tree with the values of every lazy tensor in it."""
-    return pytree.tree_map_only(LazyRedistributed, LazyRedistributed.materialize, tree)
+    return map_only(LazyRedistributed, LazyRedistributed.materialize, tree)
 
 
 def materialize_for_backward_hooks(model: nn.Module, units: Iterable[str]) -> None:

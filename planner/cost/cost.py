@@ -214,7 +214,7 @@ class CostModel(Exchanges):
             slice_s=slice_s,
         )
         if option.memory == "recompute":
-            cost = recomputed(cost)
+            cost = recomputed(cost, self.rerun_s(k))
         elif option.memory == "offload":
             assert host_rate is not None, "refused where the rate is not known"
             cost = offloaded(cost, saved_bytes(unit, style, layout.degree, samples) / host_rate)
@@ -269,6 +269,11 @@ class CostModel(Exchanges):
         own += overhead.byte_s * gradient_bytes
         # What comes once in a step is done at the end of the last backward, the first unit's.
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
+
+    def rerun_s(self, k: int) -> float:
+        """The executor's own work around the second forward of unit ``k``."""
+        overhead = self.cluster.overhead_of(sliced=self.sliced)
+        return overhead.rerun_s if self.profile.units[k].modules else 0.0
 
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded."""
@@ -393,8 +398,18 @@ class CostModel(Exchanges):
         for k, option in enumerate(decisions):
             self.write_unit(chain, k, option)
             self.write_entry(chain, k, decisions)
-        rerun_segments(chain, decisions)
+        self._rerun_segments(chain, decisions)
         return chain
+
+    def _rerun_segments(self, chain: Chain, decisions: Sequence[Option]) -> None:
+        """Moves the second forwards of a segment's units in ``chain`` to where they are: before the
+        backward of its last unit."""
+        for first, last in segments_of(decisions):
+            before = slice(first, last)
+            chain.backward_s[last] += chain.forward_s[before].sum()
+            around_s = [self.rerun_s(k) for k in range(first, last)]  # once for all of them
+            left = chain.backward_s[before] - chain.forward_s[before] - around_s
+            chain.backward_s[before] = np.maximum(left, 0.0)  # below zero by rounding only
 
     def write_unit(self, chain: Chain, k: int, option: Option) -> None:
         """Writes into ``chain`` what unit ``k`` costs by itself."""
@@ -428,15 +443,17 @@ def after(one: OnLink, other: OnLink) -> OnLink:
     return OnLink(one.seconds + other.seconds, link, one.sent_bytes + other.sent_bytes)
 
 
-def recomputed(cost: UnitCost) -> UnitCost:
-    """With recompute the forward runs again in backward, its collectives too."""
+def recomputed(cost: UnitCost, around_s: float) -> UnitCost:
+    """With recompute the forward runs again in backward, its collectives too. ``around_s`` is the
+    executor's own work around that."""
     again, inner = cost.inner_forward, cost.inner_backward
     both = OnLink(
         inner.seconds + again.seconds,
         again.link if again.seconds else inner.link,
         inner.sent_bytes + again.sent_bytes,
     )
-    return cost._replace(backward_s=cost.backward_s + cost.forward_s, inner_backward=both)
+    backward_s = cost.backward_s + cost.forward_s + around_s
+    return cost._replace(backward_s=backward_s, inner_backward=both)
 
 
 def offloaded(cost: UnitCost, copy_s: float) -> UnitCost:
@@ -454,16 +471,6 @@ def released(cost: UnitCost) -> UnitCost:
         released=cost.exchange,
         slice_s=0.0,
     )
-
-
-def rerun_segments(chain: Chain, decisions: Sequence[Option]) -> None:
-    """Moves the second forwards of a segment's units in ``chain`` to where they are: before the
-    backward of its last unit."""
-    for first, last in segments_of(decisions):
-        before = slice(first, last)
-        chain.backward_s[last] += chain.forward_s[before].sum()
-        left = chain.backward_s[before] - chain.forward_s[before]
-        chain.backward_s[before] = np.maximum(left, 0.0)  # below zero by rounding only
 
 
 def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:

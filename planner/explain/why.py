@@ -487,7 +487,11 @@ def device_time(done: Evaluation) -> DeviceTime:
     computing_s = sum(sizes[k] * seconds[k] for k in units)
     sent = [model.unit(k, o).trained_bytes if o.layout.groups > 1 else 0
             for k, o in enumerate(decisions)]  # fmt: skip
-    executor_s = sum(sizes[k] * model.micro_batches * model.overhead_s(k, sent[k]) for k in units)
+    own_s = [model.overhead_s(k, sent[k]) for k in units]
+    for k, option in enumerate(decisions):
+        if option.memory == "recompute" and not option.segment:
+            own_s[k] += model.rerun_s(k)
+    executor_s = sum(sizes[k] * model.micro_batches * own_s[k] for k in units)
     updates_s = sum(sizes[k] * model.unit(k, decisions[k]).update_s for k in units)
     # One device has no executor and nothing to wait for.
     single_device_s = single_device_batch_s(model)

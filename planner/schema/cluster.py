@@ -112,13 +112,15 @@ class StepOverhead(Record, frozen=True, kw_only=True):
     in each parameter's backward ``parameter_s``, and ``byte_s`` for each byte of a gradient that is
     exchanged (it is copied into its bucket or slice and averaged). Each redistribution takes
     ``move_s`` besides its collective, and ``move_byte_s`` for each byte that the busiest member
-    needs, which is put together of what it has and what arrives. Zero where not measured."""
+    needs, which is put together of what it has and what arrives. Each unit (or segment) that is
+    recomputed takes ``rerun_s`` besides its second forward. Zero where not measured."""
 
     step_s: Seconds = 0.0
     parameter_s: Seconds = 0.0
     byte_s: Seconds = 0.0
     move_s: Seconds = 0.0
     move_byte_s: Seconds = 0.0
+    rerun_s: Seconds = 0.0
 
 
 class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):

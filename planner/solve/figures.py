@@ -130,7 +130,7 @@ class UnitFigures:
     def recomputed(self, k: int, states: tuple[State, ...], plain: Reals) -> Reals:
         """``plain`` with feature maps that are made again in backward."""
         found = plain.copy()
-        found[:, AT["backward"]] += plain[:, AT["forward"]]
+        found[:, AT["backward"]] += plain[:, AT["forward"]] + self.model.rerun_s(k)
         for link in LINKS:
             found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
         whole = self.model.output_bytes_per_sample(k)[0] * self.memory.keeps_output(k)

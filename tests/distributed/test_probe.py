@@ -121,8 +121,17 @@ def test_the_executors_own_work_is_measured_and_all_ranks_agree(
         assert 0 <= found.byte_s < 1e-6
         assert 0 <= found.move_s < 0.1
         assert 0 < found.move_byte_s < 1e-7  # 10 MB/s would be no memory
-    assert first[0].move_s == first[1].move_s
-    assert first[0].move_byte_s == first[1].move_byte_s
+        assert 0 < found.rerun_s < 0.01
+    for same in ("move_s", "move_byte_s", "rerun_s"):
+        assert getattr(first[0], same) == getattr(first[1], same)
+
+
+def test_one_rank_has_hooks_and_second_forwards(ranks: Callable[[int], Ranks]) -> None:
+    ((barrier, priority),) = ranks(1)(overhead)
+    for found in (barrier, priority):
+        assert 0 < found.step_s + found.parameter_s < 1
+        assert 0 < found.rerun_s < 0.01
+        assert found.byte_s == found.move_s == found.move_byte_s == 0
 
 
 def test_a_probe_needs_a_group() -> None:

@@ -29,7 +29,10 @@ OPERATORS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "
 """The same where operators ask for it themselves."""
 MASKED = ("aten.index", "aten.index_put", "aten.index_put_")
 """Those where they are given a mask, which they count."""
-MAKING = ("tensor", "empty", "zeros", "ones", "full", "as_tensor", "empty_like", "zeros_like")
+MAKING = ("tensor", "empty", "zeros", "ones", "full", "as_tensor", "empty_like", "zeros_like",
+          "get_rng_state")  # fmt: skip
+ON_HOSTS = ("get_rng_state",)
+"""Those that always make them on the host."""
 ROOT = Path(meshwright.__file__).parent
 
 
@@ -102,7 +105,7 @@ def counted() -> Iterator[list[str]]:
             like = args and isinstance(args[0], Tensor) and is_hosts(args[0])
             # By name: what is made where another tensor is, ``device=x.device``, is not the host's.
             named = isinstance(kwargs.get("device"), str) and kwargs["device"] == "cpu"
-            if named or like:
+            if named or like or before.__name__ in ON_HOSTS:
                 hosts.append(found)
             return found
 

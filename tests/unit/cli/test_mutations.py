@@ -132,7 +132,9 @@ def measured_cluster() -> Cluster:
             Level(name="inter", latency_s=5e-5, bytes_per_s=1e8, curves=(ring,)),
         ),
         interference=Interference(compute_slowdown=1.2, communication_slowdown=1.1),
-        overhead=StepOverhead(step_s=1e-4, parameter_s=1e-6, byte_s=1e-12, move_s=1e-5),
+        overhead=StepOverhead(
+            step_s=1e-4, parameter_s=1e-6, byte_s=1e-12, move_s=1e-5, rerun_s=1e-5
+        ),
         pair_bytes_per_s=tuple(
             tuple(0.0 if i == j else 1e8 + i for j in range(4)) for i in range(4)
         ),

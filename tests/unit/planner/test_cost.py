@@ -172,6 +172,24 @@ def test_the_executor_costs_something_in_every_backward():
     assert charged.unit(1, HOME).forward_s == free.unit(1, HOME).forward_s
 
 
+def test_the_executor_costs_something_around_each_second_forward():
+    links = msgspec.structs.replace(
+        cluster(4, inter=RATE, latency_s=0.0), overhead=StepOverhead(rerun_s=1e-3)
+    )
+    units = [linear("a", 100, 100), linear("b", 100, 100)]
+    free, charged = model(units), model(units, links=links)
+    again = HOME._replace(memory="recompute")
+    together = again._replace(segment=("a", "b"))
+    for decisions, at_a, at_b in (
+        ((HOME, again, HOME), 1e-3, 0.0),
+        ((HOME, again, again), 1e-3, 1e-3),
+        ((HOME, together, together), 0.0, 1e-3),  # where the last one's backward begins
+    ):
+        before, after = free.chain(decisions), charged.chain(decisions)
+        assert after.backward_s - before.backward_s == pytest.approx([0.0, at_a, at_b])
+        assert (after.forward_s == before.forward_s).all()
+
+
 def test_the_executors_cost_is_that_of_the_schedule():
     links = msgspec.structs.replace(
         cluster(4, inter=RATE, latency_s=0.0), overhead=StepOverhead(parameter_s=1e-4)
