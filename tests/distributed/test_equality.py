@@ -245,7 +245,7 @@ WAYS = [
 ]
 """Even shares once, uneven ones with both optimizers and precisions."""
 
-EACH, OF_LARGE = 3, 1
+EACH, OF_LARGE = 2, 1
 """Of each model so many are drawn for every run of the slow tests; all are in the long ones."""
 LARGE = ("vgg11-32", "resnet50-32")
 

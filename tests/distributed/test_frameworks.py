@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import frameworks
+from tests.sampling import sampled
 
 STEPS = 4
 PLANS = ("data parallel", "divided", "sharded", "fully sharded")
@@ -188,9 +189,14 @@ def trainer_saves(rank: int, folder: str, kind: str) -> None:
     ("kind", "parts", "more"),
     [
         ("divided", 1, {}),
-        pytest.param("data parallel", 1, {}, marks=pytest.mark.slow),
-        *(pytest.param(kind, 2, {}, marks=pytest.mark.slow) for kind in PLANS),
-        *(pytest.param(kind, 1, {"bf16": True}, marks=pytest.mark.slow) for kind in PLANS),
+        *sampled(
+            [
+                ("data parallel", 1, {}),
+                *((kind, 2, {}) for kind in PLANS),
+                *((kind, 1, {"bf16": True}) for kind in PLANS),
+            ],
+            5,
+        ),
     ],
 )
 def test_the_trainer_trains_as_our_loop(two, tmp_path, kind, parts, more):
@@ -337,9 +343,14 @@ def fabric_saves(rank: int, folder: str, kind: str) -> None:
 
 ALSO = [
     ("divided", 2, False),
-    pytest.param("data parallel", 1, False, marks=pytest.mark.slow),
-    *(pytest.param(kind, 2, False, marks=pytest.mark.slow) for kind in PLANS if kind != "divided"),
-    *(pytest.param(kind, 1, True, marks=pytest.mark.slow) for kind in PLANS),
+    *sampled(
+        [
+            ("data parallel", 1, False),
+            *((kind, 2, False) for kind in PLANS if kind != "divided"),
+            *((kind, 1, True) for kind in PLANS),
+        ],
+        4,
+    ),
 ]
 
 
