@@ -4,11 +4,11 @@ where they are plain: tuples, lists and dicts. They are opened at every module a
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 # Subclasses may be flattened in another way.
-_LEAVES = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None)})
+_LEAVES = frozenset({int, float, bool, str, type(None)})
 
 
 def map_only(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
@@ -16,7 +16,7 @@ def map_only(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, kind):
         return change(tree)
     cls = type(tree)
-    if cls in _LEAVES:
+    if cls in _LEAVES or isinstance(tree, Tensor):
         return tree
     if cls is tuple:
         return tuple([map_only(kind, change, part) for part in tree])
@@ -36,7 +36,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 def _collect(tree: Any, found: list[Any]) -> None:
     cls = type(tree)
-    if cls in _LEAVES:
+    if cls in _LEAVES or isinstance(tree, Tensor):
         found.append(tree)
     elif cls is tuple or cls is list:
         for part in tree:

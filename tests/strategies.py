@@ -15,6 +15,7 @@ from meshwright.planner.schema.cluster import (
     Interference,
     Level,
     Node,
+    StepOverhead,
 )
 from meshwright.planner.schema.curve import ZERO, Curve, proportional
 from meshwright.planner.schema.goal import Goal
@@ -142,6 +143,7 @@ def cluster(
     interference=None,
     pairs=(),
     curves=(),
+    overhead=None,
 ):
     """Equal nodes of equal devices; bandwidths in bytes per second."""
     device = Device(name="test", memory_bytes=memory_bytes)
@@ -154,6 +156,7 @@ def cluster(
             Level(name="inter", latency_s=latency_s, bytes_per_s=inter, curves=curves),
         ),
         interference=interference or Interference(),
+        overhead=overhead or StepOverhead(),
         pair_bytes_per_s=pairs,
     )
 
@@ -209,7 +212,17 @@ def clusters(draw, worlds=WORLDS, measured=False, equal=False):
             compute_slowdown=draw(st.floats(1, 2)), communication_slowdown=draw(st.floats(1, 2))
         ),
         curves=draw(collective_curves()) if measured else (),
+        overhead=draw(st.one_of(st.none(), overheads())),
     )
+
+
+def overheads():
+    """Of an executor's own work, the same whatever the schedule."""
+    each, byte = up_to(1e-3), up_to(1e-8)
+    return st.builds(
+        StepOverhead, step_s=each, parameter_s=each, byte_s=byte, move_s=each, move_byte_s=byte,
+        rerun_s=each,
+    )  # fmt: skip
 
 
 @st.composite

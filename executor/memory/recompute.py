@@ -135,8 +135,9 @@ class _State:
     ) -> None:
         self._resume_forward = resume_forward
         self._training = [(module, module.training) for module in modules]
+        # What the forward does not depend on is not copied: only what it is like counts.
         self._buffers = [
-            (module, name, buffer.detach().clone() if _depends(module, name) else None)
+            (module, name, buffer.detach().clone() if _depends(module, name) else buffer)
             for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
@@ -180,9 +181,9 @@ class _State:
                 module.training = not now
             # Copies take the buffers' place: what the second forward changes in place (running
             # statistics) must not reach the model's own, which autograd may have saved as well.
-            for (module, name, value), (_, _, own) in zip(self._buffers, buffers, strict=True):
-                assert own is not None
-                module._buffers[name] = torch.empty_like(own) if value is None else value.clone()
+            for module, name, value in self._buffers:
+                depends = _depends(module, name)
+                module._buffers[name] = value.clone() if depends else torch.empty_like(value)
             yield
         finally:
             for module, now in training:
