@@ -20,7 +20,7 @@ from ..models.compiled import eagerly
 from ..models.opened import tensors_in
 from ..models.replay import deepcopy_of, preserved
 from ..models.spec import UnitSpec
-from ..models.units.storages import LiveStorages, storage_of
+from ..models.units.storages import LiveStorages, scratch_of, storage_of
 from ..models.workload import Batch, Workload, device_of
 from ..planner.schema.curve import Curve
 from .timing import Loss, Timeline
@@ -168,7 +168,7 @@ class _MemoryWalk:
     def __init__(self, model: nn.Module, units: Sequence[UnitSpec], device: torch.device) -> None:
         self.model, self.units = model, units
         self.timeline = Timeline(model, units, device)
-        self.live = LiveStorages(lambda: self.timeline.node, self._see)
+        self.live = LiveStorages(lambda: self.timeline.node, self._see, scratch=scratch_of(device))
         self._phase = "forward"
         self._most: dict[str, dict[str, int]] = {
             "forward": {},

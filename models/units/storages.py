@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,11 +31,44 @@ class OverBudgetError(MemoryError):
         self.needed_bytes, self.limit_bytes, self.label = needed_bytes, limit_bytes, label
 
 
+class Scratch(Protocol):
+    """Tells what one operator takes besides what it is given and leaves."""
+
+    def begin(self) -> None:
+        """An operator begins."""
+
+    def end(self) -> int:
+        """It is over: the most bytes that it had and has given back."""
+
+
+class AllocatedScratch:
+    """On a GPU, by its allocator: convolutions take as much as feature maps there, where they
+    change the order of channels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+
+    def end(self) -> int:
+        most = torch.cuda.max_memory_allocated(self._device)
+        after = torch.cuda.memory_allocated(self._device)
+        return max(most - max(self._before, after), 0)
+
+
+def scratch_of(device: torch.device) -> Scratch | None:
+    """What tells of operators' scratch memory on a device; None where nobody can."""
+    return AllocatedScratch(device) if device.type == "cuda" else None
+
+
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that are alive: those of all tensors that operators return in threads
-    that are within the context, and what was given to ``add`` (operators' own scratch memory is not
-    seen). ``label()`` names what is at work; ``seen(self)`` is called whenever a storage was added.
-    With ``limit_bytes`` the operator after which more are alive raises ``OverBudgetError``.
+    that are within the context, and what was given to ``add``. ``label()`` names what is at work;
+    ``seen(self)`` is called whenever a storage was added, and at operators' own scratch memory, for
+    that moment, where ``scratch`` tells of it. With ``limit_bytes`` the operator after which more
+    are alive raises ``OverBudgetError``.
     """
 
     def __init__(
@@ -43,12 +76,13 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         label: Callable[[], str] = lambda: "",
         seen: Callable[[LiveStorages], None] = lambda live: None,
         limit_bytes: int | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.limit_bytes = limit_bytes
-        self._label, self._seen = label, seen
+        self._label, self._seen, self._scratch = label, seen, scratch
         # Storages are freed in any thread, in the midst of anything: in ``add`` of this one, too.
         self._lock = threading.RLock()
         self._known: dict[int, tuple[weakref.ref[Any], int, str]] = {}
@@ -56,6 +90,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._scratch is not None:
+            self._scratch.begin()
         result = func(*args, **(kwargs or {}))
         # FSDP2 and the executor free a parameter's storage by resizing it to nothing and back: the
         # storage object stays, so no weak reference would tell.
@@ -63,7 +99,17 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forget(_key(args[0]))
             self.add(args[:1])
         self.add(tensors_in(result))
+        if self._scratch is not None:
+            self._add_for_a_moment(self._scratch.end())
         return result
+
+    def _add_for_a_moment(self, size: int) -> None:
+        with self._lock:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            if size:
+                self._seen(self)
+            self.now -= size
 
     def add(self, tensors: Iterable[Tensor], label: str | None = None) -> None:
         """Counts the storages of ``tensors`` until they are freed, each once."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from meshwright.models.units.storages import LiveStorages, OverBudgetError
+from meshwright.models.units.storages import LiveStorages, OverBudgetError, scratch_of
 
 
 def test_storages_count_once_and_until_they_are_freed():
@@ -54,3 +54,43 @@ def test_the_meta_device_counts_what_it_would_take():
         x = torch.empty(2**20, 2**14)
         assert live.now == 4 * 2**34
         del x
+
+
+class Took:
+    """An operator's scratch memory: so much for each, in turn."""
+
+    def __init__(self, *sizes):
+        self.sizes, self.under_way = list(sizes), False
+
+    def begin(self):
+        assert not self.under_way
+        self.under_way = True
+
+    def end(self):
+        self.under_way = False
+        return self.sizes.pop(0)
+
+
+def test_scratch_memory_counts_for_a_moment():
+    seen = []
+    took = Took(0, 1000, 0)
+    with LiveStorages(seen=lambda live: seen.append(live.now), scratch=took) as live:
+        first = torch.zeros(100)
+        second = first + 1
+        assert live.now == 800
+        assert live.peak == 1800
+        third = second + 1
+        assert live.peak == 1800
+        del first, second, third
+    assert seen == [400, 800, 1800, 1200]
+
+
+def test_a_gpus_allocator_tells_of_scratch_memory(monkeypatch):
+    told = {"memory_allocated": [100, 150], "max_memory_allocated": [900]}
+    for name, values in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, values=values: values.pop(0))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    scratch = scratch_of(torch.device("cuda", 0))
+    scratch.begin()
+    assert scratch.end() == 900 - 150  # beyond what the operator has left
+    assert scratch_of(torch.device("cpu")) is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from meshwright.models.units.discover import discover
 from meshwright.models.workload import Batch
-from meshwright.profiler.memory import measure_footprint
+from meshwright.profiler import memory
+from meshwright.profiler.memory import Footprint, measure_footprint
 from torch import nn
 
 
@@ -38,3 +40,33 @@ def test_what_is_saved_and_which_parameters_are_reached():
         "second",
         "stopped",
     }  # the loss saves what the last layer gives
+
+
+class EveryOperator:
+    """Says that each operator had so many bytes of scratch memory."""
+
+    BYTES = 10_000
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> int:
+        return self.BYTES
+
+
+def test_scratch_memory_is_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> Footprint:
+        torch.manual_seed(0)
+        model, batch = Shortcut(), Batch((torch.randn(4, 8),), torch.zeros(4, 8))
+        units = discover(model, batch).units
+        cpu = torch.device("cpu")
+        return measure_footprint(model, units, batch, nn.functional.mse_loss, cpu)
+
+    without = found()
+    monkeypatch.setattr(memory, "scratch_of", lambda device: EveryOperator())
+    scratched = found()
+    assert scratched.saved == without.saved
+    for name in ("first", "second", "last"):
+        more = scratched.workspace[name] - without.workspace[name]
+        assert 0 < more <= EveryOperator.BYTES
+        assert more + scratched.saved[name] >= EveryOperator.BYTES  # beside what is not made yet
