@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...models.splits.leaves import BATCH_NORMS
 from ...models.trees import leaves_of, map_only
 from ...planner.schema.errors import InputError, RunError
 from ..redistribution.lazy import version_of
@@ -27,7 +26,6 @@ from .regions import Region, caching_casts
 ResumeForward = Callable[[], AbstractContextManager[None]]
 # No backward: autograd numbers them from 0 on, and says -1 outside of all.
 NO_TASK = -2
-_BY_BATCH = (*BATCH_NORMS, nn.SyncBatchNorm)
 
 
 class SavedTensor:
@@ -135,9 +133,9 @@ class _State:
     ) -> None:
         self._resume_forward = resume_forward
         self._training = [(module, module.training) for module in modules]
-        # What the forward does not depend on is not copied: only what it is like counts.
+        # Running statistics too: what batch normalisation adds up from depends on them.
         self._buffers = [
-            (module, name, buffer.detach().clone() if _depends(module, name) else buffer)
+            (module, name, buffer.detach().clone())
             for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
@@ -182,21 +180,13 @@ class _State:
             # Copies take the buffers' place: what the second forward changes in place (running
             # statistics) must not reach the model's own, which autograd may have saved as well.
             for module, name, value in self._buffers:
-                depends = _depends(module, name)
-                module._buffers[name] = value.clone() if depends else torch.empty_like(value)
+                module._buffers[name] = value.clone()
             yield
         finally:
             for module, now in training:
                 module.training = now
             for module, name, own in buffers:
                 module._buffers[name] = own
-
-
-def _depends(module: nn.Module, name: str) -> bool:
-    """Whether the module's forward depends on that buffer. Batch normalisation in training only
-    writes its running statistics."""
-    by_batch = type(module) in _BY_BATCH and module.training
-    return not (by_batch and name in ("running_mean", "running_var"))
 
 
 def _random_states(devices: Sequence[torch.device]) -> list[Tensor]:
