@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from .trees import leaves_of
+
 # How deep objects are opened, in one another. One of the user's may know all others in the end (its
 # trainer, say), so a few of these; dataclasses and distributions hold values, of a mixture of
 # independent normal distributions in an output some more.
@@ -41,7 +43,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def _leaves(tree: Any, depth: int) -> list[Any]:
     found = []
-    for leaf in pytree.tree_leaves(tree):
+    for leaf in leaves_of(tree):
         inner = _inner(leaf, depth)
         found += [leaf] if inner is None else _leaves(list(inner.values()), depth - _cost(leaf))
     return found

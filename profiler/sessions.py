@@ -173,13 +173,11 @@ def _probe(device: torch.device, progress: Step | None) -> Cluster:
         {"overhead": OVERHEAD_S} if on_cpu else {}
     )
     stages = StageProgress(progress, expected_s)
-    cluster = (
-        single_rank(device)
-        if alone
-        else probe_ranks(
-            device=device, progress=lambda done, total, what: stages.at("links", done / total, what)
-        )
-    )
+
+    def told(done: int, total: int, what: str) -> None:
+        stages.at("links", done / total, what)
+
+    cluster = single_rank(device) if alone else probe_ranks(device=device, progress=told)
     if not on_cpu:
         return cluster
     # Here, as it brings the whole executor, which planning for other devices can do without.

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...models.trees import leaves_of, map_only
+from ...models.trees import map_only
+from ...models.units.storages import tensors_in
 from ...planner.schema.errors import InputError, RunError
 from ..redistribution.lazy import version_of
 from .regions import Region, caching_casts
@@ -46,7 +47,7 @@ class Recomputed:
         resume_forward: ResumeForward,
     ) -> None:
         self._region, self._args, self._kwargs = region, args, kwargs
-        self._tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+        self._tensors = tensors_in((args, kwargs))
         self._versions = _versions(self._tensors)
         # Versions are compared before the second forward: of other values it would save others.
         inner = region.inner()

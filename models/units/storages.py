@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..trees import leaves_of
 
 
 class OverBudgetError(MemoryError):
@@ -99,16 +100,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forget(_key(args[0]))
             self.add(args[:1])
         self.add(tensors_in(result))
-        if self._scratch is not None:
-            self._add_for_a_moment(self._scratch.end())
+        if self._scratch is not None and (size := self._scratch.end()):
+            self._add_for_a_moment(size)
         return result
 
     def _add_for_a_moment(self, size: int) -> None:
         with self._lock:
             self.now += size
             self.peak = max(self.peak, self.now)
-            if size:
-                self._seen(self)
+            self._seen(self)
             self.now -= size
 
     def add(self, tensors: Iterable[Tensor], label: str | None = None) -> None:
@@ -173,7 +173,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
 def peak_bytes(

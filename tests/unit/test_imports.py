@@ -19,6 +19,7 @@ ORDER = (
     "planner",
     "models/failing",
     "models/trial_sizes",
+    "models/trees",
     "models/opened",
     "models/workload",
     "models/compiled",
