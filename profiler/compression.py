@@ -23,7 +23,7 @@ from ..planner.schema.profile import CodedExchange, CompressionRate
 from .catalogue import Datasheet
 from .fidelity import RATIOS
 from .roofline import estimated_s
-from .timing import timed_s
+from .timing import timed
 
 # Elements of the slice, 2 MiB of float32: plans have slices of 1, 4 and 16 MiB.
 ELEMENTS = 2**19
@@ -144,7 +144,7 @@ def _medians(coding: Coding, device: torch.device) -> tuple[float, float, float]
     def waited_s(part: Callable[[], object]) -> float:
         time.sleep(PAUSE_S)
         other.add_(1.0)
-        return timed_s(part, device)
+        return timed(part, device).done_s
 
     rows = [[waited_s(part) for part in coding.parts] for _ in range(ROUNDS)]
     before, after, plain = (median(column) for column in zip(*rows[1:], strict=True))

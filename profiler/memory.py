@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..executor.memory.offload import LEAST_BYTES
 from ..models.compiled import eagerly
 from ..models.opened import tensors_in
 from ..models.replay import deepcopy_of, preserved
@@ -30,7 +31,8 @@ from .timing import Loss, Timeline
 class Footprint:
     """Bytes by node: feature maps ``saved`` for backward, the largest ``gradient`` of feature maps
     alive at once, the largest ``workspace`` besides; ``new_grad`` and ``never_together`` as in
-    ``ShareProfile``. ``discarded`` are the units whose output nobody saves, ``unreached`` the names
+    ``ShareProfile``. ``storages`` counts those that are saved and large enough to be offloaded.
+    ``discarded`` are the units whose output nobody saves, ``unreached`` the names
     of parameters that backward computed no gradient of.
     """
 
@@ -39,6 +41,7 @@ class Footprint:
     workspace: dict[str, int] = field(default_factory=dict)
     new_grad: dict[str, int] = field(default_factory=dict)
     never_together: dict[str, int] = field(default_factory=dict)
+    storages: dict[str, int] = field(default_factory=dict)
     discarded: set[str] = field(default_factory=set)
     unreached: set[str] = field(default_factory=set)
 
@@ -177,6 +180,7 @@ class _MemoryWalk:
         }
         self._complete = 0
         self._saved: dict[str, int] = {}
+        self._storages: dict[str, int] = {}
         self._outputs: dict[str, list[weakref.ref[Any]]] = {}
         self._discarded: set[str] = set()
         self._unreached = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -202,6 +206,7 @@ class _MemoryWalk:
         # Freed in training as well, unless the loss saved it.
         del output
         self._saved = self.live.bytes_by_label()
+        self._storages = self.live.count_by_label(LEAST_BYTES)
         for name, storages in self._outputs.items():
             if not any(storage() is not None for storage in storages):
                 self._discarded.add(name)
@@ -263,6 +268,7 @@ class _MemoryWalk:
         """What the step has shown."""
         found = Footprint(discarded=self._discarded, unreached=self._unreached)
         persistent = self._saved.pop(_PERSISTENT, 0)
+        found.storages = {unit.name: self._storages.get(unit.name, 0) for unit in self.units}
         gradients, saved = _gradients_from(self.model, self.units), 0
         for unit in self.units:
             name = unit.name

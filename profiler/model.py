@@ -13,7 +13,7 @@ from torch import nn
 
 from ..executor.comm.setups import device_name, software
 from ..executor.headroom import overflowed
-from ..models.compiled import CompiledRegions, ancestors, uncompiled
+from ..models.compiled import uncompiled
 from ..models.precision import measured_in
 from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
@@ -35,7 +35,8 @@ from .compression import compression_rates
 from .fidelity import STEPS, measure_fidelity
 from .memory import Footprint, SavedInputs, measure_footprint, saved_inputs
 from .shares import ShareMeter, split_profiles
-from .timing import StepTimes, Timeline, plain_step, spread_of, update_rates
+from .steps import StepMeter, StreamMeter
+from .timing import StepTimes, plain_step, spread_of, update_rates
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 # The planner reads Adam's rate off AdamW's.
@@ -266,41 +267,20 @@ def _measure(
 def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: float) -> _Measured:
     model, loss, batch = job.workload.model, job.workload.loss, job.batch(size)
     footprint = measure_footprint(model, found.units, batch, loss, job.device)
-    steps, plain, spent_s = [], list[float](), 0.0
-    # Anew for each size, so that graphs are of this one, as in training, and not of any.
-    whole = CompiledRegions(model)
-    parts = CompiledRegions(model, ancestors(m for unit in found.units for m in unit.modules))
+    meter = StreamMeter if job.device.type == "cuda" else StepMeter
+    steps, spent_s = meter(model, found.units, batch, loss, job.device), 0.0
     # One more than counted: the first warms up.
     for i in range(MORE * repeats + 1):
         if i > repeats and spent_s > REPEATED_S:
             break
-        model.zero_grad()
-        with whole:
-            plain.append(plain_step(model, batch, loss, job.device))
-        model.zero_grad()
-        with parts, Timeline(model, found.units, job.device) as timeline:
-            steps.append(timeline.step(batch, loss))
-        if i == 0 and len(whole):
-            job.start += plain[0] + steps[0].total  # compiling is not counted either
-        spent_s += (plain[-1] + steps[-1].total) * (i > 0)
+        taken_s = steps.turn()
+        if i == 0 and steps.compiles:
+            job.start += taken_s  # compiling is not counted either
+        spent_s += taken_s * (i > 0)
         if i >= 2 and job.left_s(share) < 0:
             break
     model.zero_grad()
-    return _Measured(size, _medians(steps[1:], median(plain[1:])), footprint, plain[1:])
-
-
-def _medians(steps: Sequence[StepTimes], step_s: float) -> StepTimes:
-    """Each node's median, scaled so that they add up to ``step_s``, the step without hooks."""
-
-    def of_nodes(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-        names = dict.fromkeys(name for row in rows for name in row)
-        return {name: median(row.get(name, 0.0) for row in rows) for name in names}
-
-    found = StepTimes(of_nodes([s.forward for s in steps]), of_nodes([s.backward for s in steps]))
-    factor = step_s / max(found.total, 1e-12)
-    for times in (found.forward, found.backward):
-        times.update({node: seconds * factor for node, seconds in times.items()})
-    return found
+    return _Measured(size, steps.times(), footprint, steps.whole_s[1:])
 
 
 def _curve(sizes: Sequence[int], values: Sequence[float]) -> Curve:
@@ -328,6 +308,8 @@ def _units(
         )
         for u in found.units
     }
+    if job.device.type == "cuda":
+        bases = {name: _with_host(base, measured) for name, base in bases.items()}
     # Should time run short, it was spent where most can be gained: on the most parameters.
     divided = [u for u in found.units if u.splits]
     divided.sort(key=lambda u: bases[u.name].parameter_bytes, reverse=True)
@@ -356,6 +338,23 @@ def _units(
             **inputs_of(u, kept, batch.size),
         )
         for u in found.units
+    )
+
+
+def _with_host(unit: UnitProfile, measured: Sequence[_Measured]) -> UnitProfile:
+    """The unit with what a host takes to issue its operators, which are as many at any batch; and
+    with how many storages it saves."""
+    forward, backward = (
+        median(times.get(unit.name, 0.0) for times in rows)
+        for rows in (
+            [m.times.issued_forward for m in measured], [m.times.issued_backward for m in measured]
+        )
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        unit,
+        host_forward_s=forward,
+        host_backward_s=backward,
+        saved_storages=measured[-1].footprint.storages[unit.name],
     )
 
 

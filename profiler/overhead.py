@@ -11,6 +11,10 @@ wire's own unsteadiness: for bytes only the work between waits is counted, witho
 which wait behind the gradients on the same links. Toys are as large as the links carry quickly.
 Of redistributions the copies are timed alone, small and large ones: a toy that moved as much would
 compute for longer than it copies. Of what is recomputed the second forward is not counted.
+
+On GPUs all of this is the host's work, which the device does not wait for unless it has less to do:
+there it is timed until the host has issued a step. Nothing is counted for bytes, which the device
+copies, nor yet for redistributions.
 """
 
 import time
@@ -25,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..executor.apply import apply
+from ..executor.memory import offload
 from ..executor.optimizer.kinds import optimizer_for
 from ..executor.parallel import run_of
 from ..executor.redistribution.redistribute import Dims, Mover, group_route
@@ -40,8 +45,9 @@ from ..planner.schema.plan import (
     ScheduleName,
     UnitPlan,
 )
-from .collectives import slowest
+from .collectives import slowest, synchronise
 
+CPU = torch.device("cpu")
 ROUNDS, UNCOUNTED = 25, 3
 # No further round is begun once a toy has taken so long, unless it has had the fewest.
 TOY_S, FEWEST = 1.0, 5
@@ -52,13 +58,14 @@ MESSAGE_BYTES: dict[ScheduleName, int] = {"barrier": 25 * 2**20, "priority": 4 *
 
 
 class _Toy(NamedTuple):
-    """So many square linear layers of that width, each with a bias, and each recomputed or kept;
-    every third one divided over ``degree`` ranks."""
+    """So many square linear layers of that width, each with a bias, and each recomputed, offloaded
+    or kept; every third one divided over ``degree`` ranks. ``rows`` are each rank's samples."""
 
     layers: int
     width: int = 8
     degree: int = 1
     memory: MemoryPolicy = "keep"
+    rows: int = 2
 
     @property
     def parameters(self) -> int:
@@ -70,6 +77,8 @@ class _Toy(NamedTuple):
 
 
 SMALL, MANY, AGAIN = _Toy(4), _Toy(48), _Toy(48, memory="recompute")
+# Each layer saves its input, which is just large enough to be offloaded.
+AWAY = _Toy(48, width=64, memory="offload", rows=offload.LEAST_BYTES // (4 * 64))
 # The large toy has as many layers as the small one; the width is bounded on both sides.
 WIDTHS = (64, 1024)
 DIVIDED_LAYERS = 12
@@ -100,11 +109,14 @@ def measure_overheads(
     rounds: int = ROUNDS,
     bytes_per_s: float = inf,
     tick: Callable[[float], None] = lambda share: None,
+    device: torch.device | None = None,
 ) -> tuple[StepOverhead, StepOverhead]:
-    """Of steps with a barrier and by priority (updates one parameter at a time included), on CPU
-    ranks joined by links of that rate (the slowest counts), as the slowest rank sees them; of one
-    rank, which exchanges and moves nothing, those of its hooks. ``tick`` is told the share that is
-    over. Collective over the default group."""
+    """Of steps with a barrier and by priority (updates one parameter at a time included), on ranks
+    joined by links of that rate (the slowest counts), as the slowest rank sees them; of one rank,
+    which exchanges and moves nothing, those of its hooks. Ranks are CPUs unless each names its
+    ``device``. ``tick`` is told the share that is over. Collective over the default group."""
+    if device is not None and device.type == "cuda":
+        return _of_hosts(device, rounds, tick)
     ranks = dist.get_world_size()
     degree = next((d for d in range(2, ranks + 1) if ranks % d == 0), 1)
     whole = _Toy(DIVIDED_LAYERS, max(8, degree))
@@ -128,6 +140,26 @@ def measure_overheads(
         for found in (by_barrier, by_priority)
     )
     return barrier, priority
+
+
+def _of_hosts(
+    device: torch.device, rounds: int, tick: Callable[[float], None]
+) -> tuple[StepOverhead, StepOverhead]:
+    """What hosts take around what they issue."""
+    toys = SMALL, MANY, AGAIN, AWAY
+
+    def of(schedule: ScheduleName, begun: float) -> StepOverhead:
+        def told(done: int) -> None:
+            tick(begun + done / (2 * len(toys)))
+
+        small, many, again, away = _excesses(toys, rounds, schedule, told, device)
+        return msgspec.structs.replace(
+            _overhead((small, many), 0),
+            rerun_s=_rerun_s(many, again),
+            copy_s=max((away.seconds - many.seconds) / AWAY.layers, 0.0),
+        )
+
+    return of("barrier", 0.0), of("priority", 0.5)
 
 
 def _overhead(found: Sequence[_Excess], more_bytes: int) -> StepOverhead:
@@ -162,7 +194,7 @@ def _move_byte_s(degree: int, rounds: int, bytes_per_s: float) -> float:
         for size, seconds in zip(sizes, found, strict=True):
             dist.barrier()
             seconds.append(_copying_s(mover, torch.ones(size // 4 // degree)))
-    small, large = slowest([median(seconds) for seconds in found], torch.device("cpu"))
+    small, large = slowest([median(seconds) for seconds in found], CPU)
     return max(large - small, 0.0) / (2 * (sizes[1] - sizes[0]))
 
 
@@ -179,26 +211,32 @@ def _copying_s(mover: Mover, part: Tensor) -> float:
 
 
 def _excesses(
-    toys: Sequence[_Toy], rounds: int, schedule: ScheduleName, tick: Callable[[int], None]
+    toys: Sequence[_Toy],
+    rounds: int,
+    schedule: ScheduleName,
+    tick: Callable[[int], None],
+    device: torch.device = CPU,
 ) -> list[_Excess]:
     """What each toy's step is longer by, the same on every rank: the slowest one's."""
     found = []
     with torch.random.fork_rng(devices=[]):
         for done, toy in enumerate(toys, 1):
-            found.append(_excess(toy, dist.get_world_size(), rounds, schedule))
+            found.append(_excess(toy, dist.get_world_size(), rounds, schedule, device))
             tick(done)
     # Of the rank that each takes longest on: numbers of redistributions are equal.
-    worst = slowest([float(figure) for one in found for figure in one], torch.device("cpu"))
+    worst = slowest([float(figure) for one in found for figure in one], device)
     size = len(_Excess._fields)
     rows = [worst[at : at + size] for at in range(0, len(worst), size)]
     return [_Excess(own, local, forward, round(moves)) for own, local, forward, moves in rows]
 
 
-def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Excess:
+def _excess(
+    toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName, device: torch.device
+) -> _Excess:
     """How much longer a step under a plan is than a plain one and the waits in it."""
-    plain, batch = _model(toy), torch.ones(2, toy.width)
+    plain, batch = _model(toy).to(device), torch.ones(toy.rows, toy.width, device=device)
     by_hand = _updated(plain)
-    model = _model(toy)
+    model = _model(toy).to(device)
     planned, optimizer = apply(model, _updated(model), _plan(toy, ranks, schedule))
     assert optimizer is not None, "an optimizer comes back where one was given"
     meter, gradients = run_of(planned).meter, run_of(planned).gradients
@@ -208,13 +246,18 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
         seconds, forward_s = _timed(plain, by_hand, batch)
         plainly.append(seconds)
         forward.append(forward_s)
-        before = meter.seconds, gradients.exposed_s, gradients.voting_s
-        seconds, _ = _timed(planned, optimizer, batch)
-        moving, exposed, voting = meter.seconds, gradients.exposed_s, gradients.voting_s
-        local.append(seconds - (moving - before[0]) - (exposed - before[1]))
-        under.append(local[-1] + voting - before[2])
+        if device.type == "cuda":  # the host waits for nothing
+            seconds, _ = _timed(planned, optimizer, batch)
+            local.append(seconds)
+            under.append(seconds)
+        else:
+            before = meter.seconds, gradients.exposed_s, gradients.voting_s
+            seconds, _ = _timed(planned, optimizer, batch)
+            moving, exposed, voting = meter.seconds, gradients.exposed_s, gradients.voting_s
+            local.append(seconds - (moving - before[0]) - (exposed - before[1]))
+            under.append(local[-1] + voting - before[2])
         # Agreed, as a rank that stops alone leaves the others waiting in the next round.
-        spent_s = slowest([time.perf_counter() - begun], torch.device("cpu"))[0]
+        spent_s = slowest([time.perf_counter() - begun], device)[0]
         if spent_s > TOY_S and len(plainly) >= FEWEST + UNCOUNTED:
             break
     usual, own, apart, once = (
@@ -236,8 +279,9 @@ def _timed(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
 ) -> tuple[float, float]:
     """Seconds of one whole step, which all ranks begin together, and of its forward: what an
-    optimizer that returns at once leaves to do is waited for."""
+    optimizer that returns at once leaves to do is waited for; on GPUs, until it is issued."""
     dist.barrier()
+    synchronise(batch.device)
     start = time.perf_counter()
     output: Tensor = model(batch)
     forward_s = time.perf_counter() - start
@@ -268,7 +312,7 @@ def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
                 memory=toy.memory,
             )
         )
-    goal = Goal(batch=2 * ranks)
+    goal = Goal(batch=toy.rows * ranks)
     return plan_by_hand(units, goal, schedule, MESSAGE_BYTES[schedule], "toy")
 
 

@@ -167,19 +167,14 @@ def cluster_of_ranks(
 
 def _probe(device: torch.device, progress: Step | None) -> Cluster:
     """The links, and what the executor itself adds to a step. Collective."""
-    # On a GPU the host's work runs ahead of the device's and hides behind it: it costs nothing.
-    on_cpu, alone = device.type == "cpu", dist.get_world_size() == 1
-    expected_s = ({} if alone else {"links": LINKS_S}) | (
-        {"overhead": OVERHEAD_S} if on_cpu else {}
-    )
+    alone = dist.get_world_size() == 1
+    expected_s = ({} if alone else {"links": LINKS_S}) | {"overhead": OVERHEAD_S}
     stages = StageProgress(progress, expected_s)
 
     def told(done: int, total: int, what: str) -> None:
         stages.at("links", done / total, what)
 
     cluster = single_rank(device) if alone else probe_ranks(device=device, progress=told)
-    if not on_cpu:
-        return cluster
     # Here, as it brings the whole executor, which planning for other devices can do without.
     from .overhead import measure_overheads
 
@@ -188,6 +183,7 @@ def _probe(device: torch.device, progress: Step | None) -> Cluster:
     overhead, priority = measure_overheads(
         bytes_per_s=line.bytes_per_s if line else inf,
         tick=lambda share: stages.at("overhead", share, "measuring the executor's own work"),
+        device=device,
     )
     stages.end("measured")
     return msgspec.structs.replace(cluster, overhead=overhead, priority_overhead=priority)

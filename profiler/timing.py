@@ -9,10 +9,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from math import sqrt
 from statistics import NormalDist, median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -42,24 +43,45 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class StepTimes:
-    """Seconds of each node's forward and backward in one step."""
+    """Seconds of each node's forward and backward in one step; ``issued_forward`` and
+    ``issued_backward`` by the host's clock, which on CPUs are the same."""
 
     forward: dict[str, float] = field(default_factory=dict)
     backward: dict[str, float] = field(default_factory=dict)
+    issued_forward: dict[str, float] = field(default_factory=dict)
+    issued_backward: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
         return sum(self.forward.values()) + sum(self.backward.values())
 
 
+class _Mark(NamedTuple):
+    """Where the work before it ends and that of ``node`` begins: on the device, and by the clock of
+    the host."""
+
+    end: Moment
+    begin: Moment
+    issued_end_s: float
+    issued_begin_s: float
+    node: str
+
+
 class Timeline:
     """Marks the nodes of a model while it runs; hooks are removed on leaving the context. ``node``
-    is the one at work."""
+    is the one at work. A GPU is kept busy for ``ahead_s`` at each mark, in their order, before the
+    work that follows."""
 
-    def __init__(self, model: nn.Module, units: Sequence[UnitSpec], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitSpec],
+        device: torch.device,
+        ahead_s: Sequence[float] = (),
+    ) -> None:
         self.model, self.units = model, list(units)
-        self.device = device
-        self.marks: list[tuple[Moment, str]] = []
+        self.device, self.ahead_s = device, ahead_s
+        self.marks: list[_Mark] = []
         self.node = units[0].name
         # Weakly: tensors that nothing else holds are freed as in training.
         self._made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -89,7 +111,16 @@ class Timeline:
     def mark(self, node: str) -> None:
         """From now on ``node`` is at work."""
         self.node = node
-        self.marks.append((now(self.device), node))
+        before_s, number = time.perf_counter(), len(self.marks)
+        end = begin = now(self.device)
+        if number < len(self.ahead_s):
+            keep_busy(self.device, self.ahead_s[number])
+            begin = now(self.device)
+        self.marks.append(_Mark(end, begin, before_s, time.perf_counter(), node))
+
+    def issued_s(self) -> list[float]:
+        """What the host took for the work that followed each mark, all but the last."""
+        return [b.issued_end_s - a.issued_begin_s for a, b in pairwise(self.marks)]
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -127,13 +158,37 @@ class Timeline:
         forward_marks = len(self.marks)
         self.mark(self.units[-1].name)
         value.backward()  # type: ignore[no-untyped-call]
-        self.marks.append((now(self.device), ""))
+        self.mark("")
         self._made.clear()
         found = StepTimes()
-        for i, ((moment, node), (after, _)) in enumerate(pairwise(self.marks)):
-            times = found.forward if i < forward_marks else found.backward
-            times[node] = times.get(node, 0.0) + seconds_between(moment, after)
+        for i, (mark, after) in enumerate(pairwise(self.marks)):
+            ahead = i < forward_marks
+            taken_s = seconds_between(mark.begin, after.end)
+            _add(found.forward if ahead else found.backward, mark.node, taken_s)
+            issued_s = after.issued_end_s - mark.issued_begin_s
+            _add(found.issued_forward if ahead else found.issued_backward, mark.node, issued_s)
         return found
+
+
+def _add(times: dict[str, float], node: str, seconds: float) -> None:
+    times[node] = times.get(node, 0.0) + seconds
+
+
+def keep_busy(device: torch.device, seconds: float) -> None:
+    """Has a GPU do nothing of use for so long, while the host goes on."""
+    torch.cuda._sleep(max(round(seconds * _cycles_per_s(device)), 1))  # type: ignore[no-untyped-call]
+
+
+@cache
+def _cycles_per_s(device: torch.device) -> float:
+    for _ in range(2):  # the first begins with the clock of an idle GPU
+        start = now(device)
+        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+        taken_s = seconds_between(start, now(device))
+    return _CYCLES / taken_s
+
+
+_CYCLES = 20_000_000
 
 
 def plain_step(model: nn.Module, batch: Batch, loss: Loss, device: torch.device) -> float:
@@ -185,36 +240,51 @@ def update_rates(
     if not copies:
         return tuple(UpdateRate(optimizer=name, seconds_per_byte=0.0) for name in optimizers)
     size, rates = sum(c.nbytes for c in copies), []
+    on_streams = copies[0].device.type == "cuda"
     for name in optimizers:
         optimizer = optimizer_for(cast(OptimizerName, name), copies)
         for sharded, step in steps_of(optimizer):
-            taken = _update_s(copies, step, rounds)
-            rates.append(UpdateRate(optimizer=name, seconds_per_byte=taken / size, sharded=sharded))
+            taken = _update(copies, step, rounds)
+            rates.append(
+                UpdateRate(
+                    optimizer=name, seconds_per_byte=taken.done_s / size, sharded=sharded,
+                    host_s=taken.issued_s / len(copies) if on_streams else 0.0,
+                )
+            )  # fmt: skip
     return tuple(rates)
 
 
-def _update_s(parameters: Sequence[nn.Parameter], step: Callable[[], object], rounds: int) -> float:
-    """The median seconds of an update of these, which frees their gradients."""
+def _update(parameters: Sequence[nn.Parameter], step: Callable[[], object], rounds: int) -> Taken:
+    """The medians of an update of these, which frees their gradients."""
 
     def update() -> None:
         step()
         for parameter in parameters:
             parameter.grad = None
 
-    taken: list[float] = []
+    taken: list[Taken] = []
     for _ in range(rounds + 1):
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
-        taken.append(timed_s(update, parameters[0].device))
-        if len(taken) > LEAST_ROUNDS and sum(taken) > LONG_S:
+        taken.append(timed(update, parameters[0].device))
+        if len(taken) > LEAST_ROUNDS and sum(one.done_s for one in taken) > LONG_S:
             break
-    return median(taken[1:])  # the first makes the state and does not count
+    # The first makes the state and does not count.
+    return Taken(median(t.done_s for t in taken[1:]), median(t.issued_s for t in taken[1:]))
 
 
-def timed_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds until what ``work`` does has been done on the device."""
-    synchronise(device)  # what is still going on there does not count
-    start = time.perf_counter()
-    work()
+class Taken(NamedTuple):
+    """Seconds until work was done on its device, and until the host had issued it."""
+
+    done_s: float
+    issued_s: float
+
+
+def timed(work: Callable[[], object], device: torch.device) -> Taken:
+    """What ``work`` takes on an idle device."""
     synchronise(device)
-    return time.perf_counter() - start
+    start_s = time.perf_counter()
+    work()
+    issued_s = time.perf_counter() - start_s
+    synchronise(device)
+    return Taken(time.perf_counter() - start_s, issued_s)

@@ -7,6 +7,7 @@ import numpy as np
 from meshwright.planner.cost.budget import single_device_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.capability import EVERYTHING, Capability
+from meshwright.planner.schema.cluster import StepOverhead
 from meshwright.planner.schema.curve import Curve, proportional
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import lattice
@@ -39,6 +40,39 @@ def problem(seed, most=MOST, varied=False):
         if 1 < combinations(made) <= most and (not varied or varies(made)):
             return _limited(made, rng)
     raise AssertionError("no problem that small was drawn")
+
+
+def issued_by_hosts(made, seed):
+    """The problem on GPUs whose hosts take about as long to issue a step as they take for it."""
+    rng = np.random.default_rng(seed)
+    units = []
+    for unit in made.profile.units:
+        whole, samples = unit.whole, made.goal.batch / made.cluster.world_size
+        forward, backward = (
+            float(curve(samples) * rng.uniform(0.3, 2.0))
+            for curve in (whole.forward, whole.backward)
+        )
+        units.append(
+            msgspec.structs.replace(
+                unit, host_forward_s=forward, host_backward_s=backward,
+                saved_storages=int(rng.integers(0, 4)),
+            )
+        )  # fmt: skip
+    step_s = sum(u.host_forward_s + u.host_backward_s for u in units)
+    overhead = StepOverhead(rerun_s=0.1 * step_s, copy_s=0.05 * step_s, parameter_s=0.02 * step_s)
+    return replace(
+        made,
+        profile=msgspec.structs.replace(
+            made.profile, device_type="cuda", units=tuple(units),
+            updates=tuple(
+                msgspec.structs.replace(rate, host_s=0.01 * step_s)
+                for rate in made.profile.updates
+            ),
+        ),
+        cluster=msgspec.structs.replace(
+            made.cluster, overhead=overhead, priority_overhead=overhead
+        ),
+    )  # fmt: skip
 
 
 def _varied(made):

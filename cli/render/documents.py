@@ -73,6 +73,13 @@ def bound_sentence(found: StepBottleneck) -> str:
     saved_s = 0.0 if found.faster_s is None else found.step_s - found.faster_s
     saves = seconds(saved_s) if saved_s > 0 else "nothing"
     advice = [f"twice the bandwidth {where} saves {saves}"] if where else []
+    if found.part == "compute" and found.host_s > STARVED * found.step_s:
+        part = f"{seconds(found.host_s)} of {seconds(found.step_s)}"
+        return (
+            f"Bound by the hosts, which GPUs wait for to issue work ({part}): a larger --batch or "
+            "torch.compile gives each operator more to do; what is recomputed or offloaded is "
+            "issued again."
+        )
     if found.part == "compute":
         what = "computing"
         if found.recompute_s > RECOMPUTED * found.step_s:
@@ -223,6 +230,8 @@ FULL = 0.95
 # Times of batches this many times as large as those measured are on the measured line still.
 EXTRAPOLATED = 2
 # Recomputing that takes less of the step is not mentioned.
+# Of a step, what a GPU waits for its host that is worth saying.
+STARVED = 0.05
 RECOMPUTED = 0.02
 
 

@@ -90,7 +90,7 @@ class ErrorFeedback:
         assert self._residual is not None
         elements = flat(self._residual)
         taken = elements[index]
-        elements[index] = 0
+        elements.index_fill_(0, index, 0)
         drop_what_overflowed(elements, taken, on_stream=self._on_stream)
         return taken
 

@@ -164,7 +164,8 @@ def _moments(
         if n:
             variance, mean = torch.var_mean(x, _others(x), correction=0)
             offset = mean.double() - about
-            vector[0] = n
+            # Not ``vector[0] = n``, which copies a number of the host's: that waits for the device.
+            vector[:1].fill_(n)
             vector[1 : channels + 1] = n * offset
             vector[channels + 1 :] = n * (variance.double() + offset.square())
         statistics.sum(vector, doing)

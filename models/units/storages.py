@@ -135,9 +135,17 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def bytes_by_label(self) -> dict[str, int]:
         """Bytes alive now, by what was at work when they were made."""
         found: Counter[str] = Counter()
-        for _, size, label in list(self._known.values()):  # a copy: one may be freed meanwhile
+        for label, size in self._alive():
             found[label] += size
         return dict(found)
+
+    def count_by_label(self, least_bytes: int) -> dict[str, int]:
+        """How many storages of at least so many bytes are alive now, likewise."""
+        return dict(Counter(label for label, size in self._alive() if size >= least_bytes))
+
+    def _alive(self) -> list[tuple[str, int]]:
+        # A copy: one may be freed meanwhile.
+        return [(label, size) for _, size, label in list(self._known.values())]
 
     def _note(self, tensor: Tensor, label: str) -> int:
         """The bytes of a storage that was not known, else 0."""

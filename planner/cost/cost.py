@@ -22,12 +22,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ..schema.cluster import Cluster
+from ..schema.cluster import Cluster, StepOverhead
 from ..schema.errors import InputError
 from ..schema.goal import OPTIMIZERS, Goal
 from ..schema.layout import Layout, Style, data_parallel
 from ..schema.options import Decisions, Option, segments_of
-from ..schema.plan import MIRRORS, Plan
+from ..schema.plan import MIRRORS, MemoryPolicy, Plan
 from ..schema.profile import ModelProfile
 from .collectives import Fabric, collective_s, ring_steps
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
@@ -47,7 +47,8 @@ class UnitCost(NamedTuple):
     """What one unit costs by itself. ``shard_bytes`` are the parameters that a member holds,
     ``trained_bytes`` those of them with a gradient, ``gradient_bytes`` what is exchanged.
     ``released`` is an exchange that the rank waits for in backward (early release), ``slice_s`` the
-    time of one slice on the link of ``exchange`` (zero where gradients travel in buckets)."""
+    time of one slice on the link of ``exchange`` (zero where gradients travel in buckets).
+    ``host_s`` is what a GPU's host takes to issue all of it in a step."""
 
     forward_s: float
     backward_s: float
@@ -60,6 +61,7 @@ class UnitCost(NamedTuple):
     shard_bytes: int
     released: OnLink = OnLink()
     slice_s: float = 0.0
+    host_s: float = 0.0
 
 
 class _Share(NamedTuple):
@@ -212,6 +214,7 @@ class CostModel(Exchanges):
             trained_bytes=trained,
             shard_bytes=share.shard_bytes,
             slice_s=slice_s,
+            host_s=self.host_s(k, option.memory),
         )
         if option.memory == "recompute":
             cost = recomputed(cost, self.rerun_s(k))
@@ -262,18 +265,55 @@ class CostModel(Exchanges):
         return self._samples[layout]
 
     def overhead_s(self, k: int, gradient_bytes: int) -> float:
-        """The executor's own work in the backward of unit ``k``: for each of its parameters, for
-        what it exchanges, and once in a step."""
-        overhead = self.cluster.overhead_of(sliced=self.sliced)
-        own = overhead.parameter_s * sum(p.trainable for p in self.owned[k])
-        own += overhead.byte_s * gradient_bytes
-        # What comes once in a step is done at the end of the last backward, the first unit's.
-        return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
+        """The executor's own work in the backward of unit ``k``, as far as its device does it: for
+        each of its parameters, for what it exchanges, and once in a step."""
+        if self.on_streams:
+            return 0.0
+        return self._around_parameters_s(k) + self._overhead.byte_s * gradient_bytes
 
     def rerun_s(self, k: int) -> float:
-        """The executor's own work around the second forward of unit ``k``."""
-        overhead = self.cluster.overhead_of(sliced=self.sliced)
-        return overhead.rerun_s if self.profile.units[k].modules else 0.0
+        """The executor's own work around the second forward of unit ``k``, as far as its device
+        does it."""
+        return 0.0 if self.on_streams else self._around_rerun_s(k)
+
+    @property
+    def _overhead(self) -> StepOverhead:
+        return self.cluster.overhead_of(sliced=self.sliced)
+
+    def _around_parameters_s(self, k: int) -> float:
+        own = self._overhead.parameter_s * sum(p.trainable for p in self.owned[k])
+        # What comes once in a step is done at the end of the last backward, the first unit's.
+        return own + (self._overhead.step_s / self.micro_batches if k == 0 else 0.0)
+
+    def _around_rerun_s(self, k: int) -> float:
+        return self._overhead.rerun_s if self.profile.units[k].modules else 0.0
+
+    @property
+    def on_streams(self) -> bool:
+        """Whether devices work behind their hosts, which do what the executor itself has to."""
+        return self.profile.device_type == "cuda"
+
+    @cached_property
+    def hosts_take_time(self) -> bool:
+        """Whether hosts issue the work of devices, and it is known how long that takes."""
+        units = self.profile.units
+        return self.on_streams and any(u.host_forward_s or u.host_backward_s for u in units)
+
+    def host_s(self, k: int, memory: MemoryPolicy = "keep") -> float:
+        """Seconds in which a GPU's host issues all that unit ``k`` does in a step: its operators,
+        the executor's own work, its parameters' updates. Divided or not, these are about as many.
+        """
+        if not self.hosts_take_time:
+            return 0.0
+        unit = self.profile.units[k]
+        once_s = unit.host_forward_s + unit.host_backward_s + self._around_parameters_s(k)
+        if memory == "recompute":
+            once_s += unit.host_forward_s + self._around_rerun_s(k)
+        elif memory == "offload":
+            once_s += self._overhead.copy_s * unit.saved_storages
+        trained = sum(p.trainable for p in self.owned[k])
+        update_s = trained * self.profile.update_host_s(self.goal.optimizer)
+        return self.micro_batches * once_s + update_s
 
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded."""
@@ -389,7 +429,7 @@ class CostModel(Exchanges):
 
     def _around_s(self, needed_bytes: FloatOrReals) -> FloatOrReals:
         """The executor's own work around redistributions to members that need so much."""
-        overhead = self.cluster.overhead
+        overhead = StepOverhead() if self.on_streams else self.cluster.overhead
         return overhead.move_s + overhead.move_byte_s * needed_bytes
 
     def chain(self, decisions: Sequence[Option]) -> Chain:
@@ -410,12 +450,17 @@ class CostModel(Exchanges):
             around_s = [self.rerun_s(k) for k in range(first, last)]  # once for all of them
             left = chain.backward_s[before] - chain.forward_s[before] - around_s
             chain.backward_s[before] = np.maximum(left, 0.0)  # below zero by rounding only
+            if chain.host_s is not None and self.hosts_take_time:
+                around_s = [self._around_rerun_s(k) for k in range(first, last)]
+                chain.host_s[before] -= self.micro_batches * np.array(around_s)
 
     def write_unit(self, chain: Chain, k: int, option: Option) -> None:
         """Writes into ``chain`` what unit ``k`` costs by itself."""
         cost = self.unit(k, option)
         chain.forward_s[k], chain.backward_s[k] = cost.forward_s, cost.backward_s
         chain.update_s[k] = cost.update_s
+        if chain.host_s is not None:
+            chain.host_s[k] = cost.host_s
         for column, on in (
             (chain.inner_forward_s, cost.inner_forward),
             (chain.inner_backward_s, cost.inner_backward),

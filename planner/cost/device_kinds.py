@@ -162,7 +162,13 @@ def slowed(profile: ModelProfile, times: float) -> ModelProfile:
         return profile
 
     def unit(one: UnitProfile) -> UnitProfile:
-        return msgspec.structs.replace(one, shares=_slowed_shares(one.shares, times))
+        # Hosts as well: a run tells only that both together take longer.
+        return msgspec.structs.replace(
+            one,
+            shares=_slowed_shares(one.shares, times),
+            host_forward_s=times * one.host_forward_s,
+            host_backward_s=times * one.host_backward_s,
+        )
 
     def elsewhere(one: NodeTimes) -> NodeTimes:
         units = (

@@ -201,7 +201,7 @@ class Exchanges(Structure):
             return collective_s(fabric, ring, "reduce_scatter", sent_bytes)
         sets = fabric.node_of[peers_of(option.layout)]
         counts = np.stack([np.bincount(row, minlength=len(fabric.cluster.nodes)) for row in sets])
-        crossing = (counts * (ring.ranks - counts)).sum(axis=0).max()
+        crossing = int((counts * (ring.ranks - counts)).sum(axis=0).max())
         return all_to_all_s(level, ring.ranks - 1, crossing * sent_bytes / ring.ranks)
 
     def _by_host_exchange(self, option: Option, payload_bytes: float) -> OnLink:

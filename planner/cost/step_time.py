@@ -9,6 +9,10 @@ A rank computes and waits in this order; l is a link, A^l what occupies it while
 may still be under way. *Inner* collectives lie between: the unit's gradient is complete, and its
 new parameters are needed, outside them. Blocking communication takes a wire before any gradient.
 
+All this is on the rank's device. Where that is a GPU, its host issues what unit k does in a step
+in H_k seconds, ahead of the device and without waiting for it. Steps follow one another, so none
+takes less than ΣH: both steps are the larger of that and of their formula.
+
 The derivations stand in docs/planner.md.
 """
 
@@ -40,7 +44,8 @@ class OnLink(NamedTuple):
 class Chain(NamedTuple):
     """Seconds of each unit on the busiest rank, for one micro-batch (exchange: for one step).
 
-    ``slice_s`` is the time of one slice of the exchange, where slices are not taken to be small.
+    ``slice_s`` is the time of one slice of the exchange, where slices are not taken to be small;
+    ``host_s`` what a GPU's host takes to issue all that the unit does in a step (none: nothing).
     """
 
     forward_s: Vector
@@ -52,17 +57,24 @@ class Chain(NamedTuple):
     inner_backward_s: LinkMatrix
     exchange_s: LinkMatrix
     slice_s: LinkMatrix | None = None
+    host_s: Vector | None = None
 
 
 def empty_chain(units: int) -> Chain:
     """A chain of units that cost nothing, to be filled."""
     vectors = [np.zeros(units) for _ in range(3)]
-    return Chain(*vectors, *(np.zeros((len(LINKS), units)) for _ in range(6)))
+    links = [np.zeros((len(LINKS), units)) for _ in range(6)]
+    return Chain(*vectors, *links)._replace(host_s=np.zeros(units))
 
 
 def compute_s(chain: Chain) -> float:
     """Σ(F + B): forward and backward of one micro-batch."""
     return float(chain.forward_s.sum() + chain.backward_s.sum())
+
+
+def host_s(chain: Chain) -> float:
+    """ΣH of one step."""
+    return 0.0 if chain.host_s is None else float(chain.host_s.sum())
 
 
 def blocking_s(chain: Chain) -> float:
@@ -83,7 +95,8 @@ def barrier_step(chain: Chain, micro_batches: int = 1) -> float:
     whole = compute_s(chain) + blocking_s(chain)
     forward = chain.forward_s.sum() + chain.entry_forward_s.sum() + chain.inner_forward_s.sum()
     end, _ = _longest(chain, priority=False)
-    return float((micro_batches - 1) * whole + forward + end + chain.update_s.sum())
+    step_s = float((micro_batches - 1) * whole + forward + end + chain.update_s.sum())
+    return max(step_s, host_s(chain))
 
 
 def priority_step(chain: Chain, micro_batches: int = 1) -> float:
@@ -99,7 +112,7 @@ def priority_step(chain: Chain, micro_batches: int = 1) -> float:
     one link; a lower bound where several links carry gradients at once (the simulation tells).
     """
     whole = compute_s(chain) + blocking_s(chain)
-    return (micro_batches - 1) * whole + _longest(chain, priority=True)[0]
+    return max((micro_batches - 1) * whole + _longest(chain, priority=True)[0], host_s(chain))
 
 
 def priority_bound(chain: Chain, micro_batches: int = 1) -> float:
@@ -109,7 +122,7 @@ def priority_bound(chain: Chain, micro_batches: int = 1) -> float:
     # Another schedule might update a unit in an earlier stall. Σ(F+B+U+A) still bounds.
     bare = chain._replace(slice_s=None, update_s=np.zeros_like(chain.update_s))
     end = max(whole + float(chain.update_s.sum()), _longest(bare, priority=True)[0])
-    return (micro_batches - 1) * whole + end
+    return max((micro_batches - 1) * whole + end, host_s(chain))
 
 
 def binding_term(chain: Chain, *, priority: bool) -> tuple[int, int] | None:
@@ -177,13 +190,14 @@ class Terms(NamedTuple):
     """The linear form of a step for an integer program: T ≥ row of each unit's choice.
 
     For link l and unit j the bound is the sum over units of ``before`` (k < j), ``at`` (k = j) and
-    ``after`` (k > j); ``always`` is the bound Σ(F+B+U+A).
+    ``after`` (k > j); ``always`` is the bound Σ(F+B+U+A), ``host`` ΣH.
     """
 
     before: LinkMatrix
     at: LinkMatrix
     after: LinkMatrix
     always: Vector
+    host: Vector
 
 
 def step_terms(chain: Chain, micro_batches: int, *, priority: bool) -> Terms:
@@ -196,6 +210,7 @@ def step_terms(chain: Chain, micro_batches: int, *, priority: bool) -> Terms:
         at=own + inner[::-1] + blocking + chain.exchange_s,
         after=own + blocking[::-1] + blocking,
         always=own + blocking.sum(axis=0),
+        host=np.zeros_like(own) if chain.host_s is None else chain.host_s,
     )
     forward = chain.forward_s + (chain.entry_forward_s + chain.inner_forward_s).sum(axis=0)
     backward = chain.backward_s + (chain.entry_backward_s + chain.inner_backward_s).sum(axis=0)
@@ -203,4 +218,7 @@ def step_terms(chain: Chain, micro_batches: int, *, priority: bool) -> Terms:
     common = (micro_batches - 1) * (forward + backward)
     if not priority:
         common = common + forward + chain.update_s  # before and after the overlap
-    return Terms(*(part + common for part in terms))
+    return Terms(
+        terms.before + common, terms.at + common, terms.after + common, terms.always + common,
+        terms.host,
+    )  # fmt: skip

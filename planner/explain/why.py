@@ -286,6 +286,7 @@ class StepBottleneck(NamedTuple):
     may_round: bool = False
     hosts: HostsWait | None = None
     on_slowest: bool = False
+    host_s: float = 0.0
 
 
 def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottleneck:
@@ -298,7 +299,7 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
     found = StepBottleneck(
         part, part_s, done.prediction.step_s, sum(recomputed) * plan.micro_batches,
         may_round=not plan.goal.allow_lossy and model.wire_share("bf16") < 1,
-        on_slowest=on_slowest,
+        on_slowest=on_slowest, host_s=done.prediction.host_s,
     )  # fmt: skip
     waited: dict[LevelName, float] = {}
     for link, seconds in _waited(done):
@@ -499,7 +500,9 @@ def device_time(done: Evaluation) -> DeviceTime:
     # With branches side by side the step is a critical path, on which the units of a rank do not
     # add up: what is slowed by communication is then counted as waiting.
     branches = any(option.layout.first for option in decisions)
-    slowed_s = 0.0 if branches else done.prediction.compute_s - sum(seconds)
+    slowed_s = 0.0
+    if not branches:
+        slowed_s = done.prediction.compute_s - done.prediction.host_s - sum(seconds)
     slowing_s = model.world_size * max(slowed_s, 0.0)
     return DeviceTime(
         used_s=done.prediction.gpu_seconds,

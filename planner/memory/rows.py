@@ -51,10 +51,12 @@ FIGURES: tuple[str, ...] = (
     "lost",
     "idle",
     *(f"slice.{link}" for link in LINKS),
+    "host",
 )
 """What each unit's decision amounts to: seconds, bytes, the share of the gradient's energy that is
 ``lost`` for a step, ``idle`` device-seconds that it leaves free (devices that take no part times
-the seconds of its compute), and seconds of one slice of its exchange (see ``slice_waits``)."""
+the seconds of its compute), seconds of one slice of its exchange (see ``slice_waits``), and those
+that a GPU's host takes to issue it."""
 AT = {name: i for i, name in enumerate(FIGURES)}
 ENTRY: tuple[int, ...] = tuple(i for i, n in enumerate(FIGURES) if n.startswith("entry_"))
 KEPT_INPUT, RECEIVED = AT["kept_input"], AT["received"]
@@ -67,14 +69,15 @@ LOST_FIGURE = AT["lost"]
 EXCHANGES: tuple[int, ...] = tuple(AT[f"exchange.{link}"] for link in LINKS)
 MEMORY_POINTS = ("forward", "backward", "update", "exchange")
 """The families of ``timeline.Points`` that have a track, in the order of the tracks."""
-ALWAYS, UPDATE, LOST = range(3)
-"""The totals: Σ(F+B+U+A) or what the barrier has instead, memory at the update, energy lost."""
+ALWAYS, UPDATE, LOST, HOST = range(4)
+"""The totals: Σ(F+B+U+A) or what the barrier has instead, memory at the update, energy lost, and
+where hosts take time ΣH."""
 
 
 class Rows(NamedTuple):
     """The families of rows: ``before``, ``at``, ``after`` [track, figure] and ``totals`` [total,
-    figure]. The first ``timed`` tracks and the total ``ALWAYS`` are seconds of a step, the other
-    tracks and the total ``UPDATE`` bytes of memory."""
+    figure]. The first ``timed`` tracks and the totals ``ALWAYS`` and ``HOST`` are seconds of a
+    step, the other tracks and the total ``UPDATE`` bytes of memory."""
 
     before: Matrix
     at: Matrix
@@ -100,18 +103,24 @@ class Values(NamedTuple):
     def step_s(self, waits: Matrix) -> float:
         """The largest row of seconds, with the waits for slices [link, unit]."""
         timed = len(waits)
-        return float(max((self.tracks[:timed] + waits).max(), self.totals[ALWAYS]))
+        serial = self.totals[seconds_of(self.totals)]
+        return float(max((self.tracks[:timed] + waits).max(), serial.max()))
 
     def peak_bytes(self, timed: int) -> float:
         """The largest row of bytes."""
         return float(max(self.tracks[timed:].max(), self.totals[UPDATE]))
 
 
+def seconds_of(totals: Matrix | Vector) -> list[int]:
+    """The totals that are seconds of a step."""
+    return [ALWAYS, HOST] if len(totals) > HOST else [ALWAYS]
+
+
 def _unit_chain() -> Chain:
     """A chain with one unit for each figure, which has that figure 1 and all others 0."""
     # The formulas are linear: their terms for these units are the coefficients of the figures.
     eye = np.eye(len(FIGURES))
-    fields: dict[str, Matrix] = {f"{name}_s": eye[AT[name]] for name in _VECTORS}
+    fields: dict[str, Matrix] = {f"{name}_s": eye[AT[name]] for name in (*_VECTORS, "host")}
     for name in _PER_LINK:
         fields[f"{name}_s"] = np.stack([eye[AT[f"{name}.{link}"]] for link in LINKS])
     return Chain(**fields)
@@ -124,9 +133,11 @@ def _figures_of(fields: Sequence[str]) -> Vector:
     return timeline.indicator(tuple(together), FIGURES)
 
 
-def rows(micro_batches: int, schedule: ScheduleName, *, together: bool = False) -> Rows:
+def rows(
+    micro_batches: int, schedule: ScheduleName, *, together: bool = False, hosts: bool = False
+) -> Rows:
     """The families of rows; ``together`` says that the update's temporaries are those of all units
-    at once."""
+    at once, ``hosts`` that hosts take time to issue units' work."""
     sliced = schedule == "priority"
     terms = step_terms(_unit_chain(), micro_batches, priority=sliced)
     stated = timeline.points(many=micro_batches > 1, sliced=sliced, together=together)
@@ -138,11 +149,12 @@ def rows(micro_batches: int, schedule: ScheduleName, *, together: bool = False) 
     # The total of the update has all gradients and none of its temporaries. It is looser than the
     # update's track, which few plans need.
     update = _figures_of(stated.backward.after)
+    totals = [terms.always, update, np.eye(len(FIGURES))[AT["lost"]]]
     return Rows(
         before=np.concatenate([terms.before, before]),
         at=np.concatenate([terms.at, at]),
         after=np.concatenate([terms.after, after]),
-        totals=np.stack([terms.always, update, np.eye(len(FIGURES))[AT["lost"]]]),
+        totals=np.stack([*totals, terms.host] if hosts else totals),
         timed=len(LINKS),
     )
 

@@ -113,7 +113,9 @@ class StepOverhead(Record, frozen=True, kw_only=True):
     exchanged (it is copied into its bucket or slice and averaged). Each redistribution takes
     ``move_s`` besides its collective, and ``move_byte_s`` for each byte that the busiest member
     needs, which is put together of what it has and what arrives. Each unit (or segment) that is
-    recomputed takes ``rerun_s`` besides its second forward. Zero where not measured."""
+    recomputed takes ``rerun_s`` besides its second forward, and each storage that is offloaded
+    ``copy_s``, to the host and back. On GPUs all of it is the host's, which goes on meanwhile: the
+    step is longer only where the host has more to do than the GPU. Zero where not measured."""
 
     step_s: Seconds = 0.0
     parameter_s: Seconds = 0.0
@@ -121,6 +123,7 @@ class StepOverhead(Record, frozen=True, kw_only=True):
     move_s: Seconds = 0.0
     move_byte_s: Seconds = 0.0
     rerun_s: Seconds = 0.0
+    copy_s: Seconds = 0.0
 
 
 class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):

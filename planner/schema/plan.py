@@ -173,7 +173,8 @@ class Prediction(Record, frozen=True, kw_only=True):
     ``fullest`` is the moment at which the fullest rank holds most.
 
     ``waiting_s`` is how much longer the slowest rank computes than a median one, where that is
-    known: others wait for it, in ``blocking_s`` or ``exposed_s``. The measured step lies between
+    known: others wait for it, in ``blocking_s`` or ``exposed_s``. ``host_s`` is the part of
+    ``compute_s`` in which a GPU waits for its host to issue work. The measured step lies between
     ``low_s`` and ``high_s`` nine times in ten (none: not said). ``reserved_bytes`` is what torch's
     allocator reserves of a GPU for them at least, by position (none on CPUs); ``pinned_bytes`` what
     each position takes of its host's pinned memory at most (none: nothing).
@@ -191,6 +192,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     samples_per_s: float
     fullest: Moment | None = None
     waiting_s: Seconds = 0.0
+    host_s: Seconds = 0.0
     low_s: Seconds | None = None
     high_s: Seconds | None = None
     reserved_bytes: tuple[Bytes, ...] = ()

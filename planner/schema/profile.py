@@ -145,6 +145,8 @@ class UnitProfile(Record, frozen=True, kw_only=True):
     model; it is empty where it is as fine as its modules.
     ``fidelity`` is what lossy exchanges keep (none measured: none may be used) and
     ``gradient_energy`` the mean squared L2 norm of the unit's gradient, its weight among the units.
+    ``host_forward_s`` and ``host_backward_s`` are what a GPU's host takes to issue its operators,
+    at any batch (zero on CPUs), and ``saved_storages`` how many it saves for backward.
     """
 
     name: str
@@ -164,6 +166,9 @@ class UnitProfile(Record, frozen=True, kw_only=True):
     stays_whole: str = ""
     fidelity: tuple[FidelityProfile, ...] = ()
     gradient_energy: BytesReal = 0.0
+    host_forward_s: Seconds = 0.0
+    host_backward_s: Seconds = 0.0
+    saved_storages: Index = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,11 +242,13 @@ class PieceProfile(Record, frozen=True, kw_only=True):
 
 class UpdateRate(Record, frozen=True, kw_only=True):
     """Seconds that an optimizer takes for each byte of parameters, the freeing of their gradients
-    included; ``sharded``: where exchanges are sharded, with main weights of what has 16 bits."""
+    included; ``sharded``: where exchanges are sharded, with main weights of what has 16 bits.
+    ``host_s`` is what a GPU's host takes for each parameter (zero on CPUs)."""
 
     optimizer: str
     seconds_per_byte: Seconds
     sharded: bool = False
+    host_s: Seconds = 0.0
 
 
 class CompressionRate(Record, frozen=True, kw_only=True):
@@ -369,12 +376,21 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     def update_seconds_per_byte(self, optimizer: str, *, sharded: bool = False) -> float:
         """The measured update rate, Adam's and AdamW's for each other where one was not measured;
         zero where none was."""
-        rates = {r.optimizer: r.seconds_per_byte for r in self.updates if not r.sharded}
+        rate = self._update_rate(optimizer, sharded=sharded)
+        return rate.seconds_per_byte if rate else 0.0
+
+    def update_host_s(self, optimizer: str) -> float:
+        """What a GPU's host takes to issue the update of one parameter, likewise."""
+        rate = self._update_rate(optimizer)
+        return rate.host_s if rate else 0.0
+
+    def _update_rate(self, optimizer: str, *, sharded: bool = False) -> UpdateRate | None:
+        rates = {r.optimizer: r for r in self.updates if not r.sharded}
         if sharded:
-            rates |= {r.optimizer: r.seconds_per_byte for r in self.updates if r.sharded}
+            rates |= {r.optimizer: r for r in self.updates if r.sharded}
         # Both do the same work for each element.
         alike = {"adam": "adamw", "adamw": "adam"}.get(optimizer, optimizer)
-        return rates.get(optimizer, rates.get(alike, 0.0))
+        return rates.get(optimizer, rates.get(alike))
 
     def compression_rate(self, exchange: str, ratio: float = 1.0) -> CompressionRate | None:
         """The measured rate of a lossy exchange or a wire format, of several that of the nearest

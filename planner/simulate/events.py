@@ -39,7 +39,8 @@ class Span(NamedTuple):
 
 class Simulation(NamedTuple):
     """A step in the steady state: ``step_s`` = ``compute_s`` + ``blocking_s`` + ``exposed_s``
-    (the rank waits for gradients). ``update_s`` is the part of compute that updates. Where steps
+    (the rank waits for gradients). ``update_s`` is the part of compute that updates, ``host_s``
+    that in which a device waits until its host has issued the next (see ``issued_in``). Where steps
     differ it is the mean of the last ``steps``, which begin at ``start_s``. Spans are of all that
     were simulated."""
 
@@ -51,6 +52,15 @@ class Simulation(NamedTuple):
     spans: tuple[Span, ...]
     start_s: float = 0.0
     steps: int = 1
+    host_s: float = 0.0
+
+    def issued_in(self, host_s: float) -> Simulation:
+        """The same steps where the host takes ``host_s`` to issue one."""
+        # A host runs ahead of its device, so that what it takes longer counts once in a step.
+        more_s = max(host_s - self.step_s, 0.0)
+        return self._replace(
+            step_s=self.step_s + more_s, compute_s=self.compute_s + more_s, host_s=more_s
+        )
 
     @staticmethod
     def of(

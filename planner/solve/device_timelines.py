@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..cost.compute import backward_s, forward_s
 from ..cost.cost import CostModel
 from ..cost.ownership import PositionClass, position_classes
+from ..cost.step_time import host_s
 from ..schema.options import Decisions, Option
 from ..schema.plan import ScheduleName
 from ..schema.profile import ModelProfile
@@ -78,6 +79,7 @@ def timelines(
         ((simulated(each), each) for each in seen_by(model, decisions)),
         key=lambda one: one[0].step_s,
     )
+    step_s = found.issued_in(host_s(slow.chain(decisions))).step_s
     until_s = found.step_s  # the barrier's one step begins at zero
     # By priority a step's messages arrive while the next one computes. The last step has no next
     # one, so the step before it is taken, which ends where the last one begins.
@@ -93,7 +95,7 @@ def timelines(
         if (alike := tuple(sorted(set(each.positions) & set(device.positions))))
     ]
     return StepTimelines(
-        found.step_s,
+        step_s,
         tuple(_timeline(model, slow, decisions, each, spans) for each in classes),
         tuple(unit.name for unit in model.profile.units),
         max(each.peak_bytes for each in rank_memory(model, decisions)),

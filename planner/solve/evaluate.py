@@ -15,7 +15,7 @@ from ..cost.budget import gpu_seconds, idle_s, unit_s
 from ..cost.compute import busiest_samples
 from ..cost.cost import BUCKET_BYTES, CostModel
 from ..cost.ownership import group_samples, position_classes
-from ..cost.step_time import Chain, blocking_s
+from ..cost.step_time import Chain, blocking_s, host_s
 from ..memory.pinned import pinned_by_position
 from ..memory.reserved import reserved_bytes
 from ..memory.timeline import MemoryPoint, PositionMemory, moment_of, peak_bytes, timeline
@@ -148,7 +148,8 @@ def _simulated(
 ) -> tuple[Chain, Step, Simulation]:
     chain = model.chain(decisions)
     step = step_of(model, decisions, chain, schedule)
-    return chain, step, simulate_decisions(model, decisions, step, slowest=factor)
+    found = simulate_decisions(model, decisions, step, slowest=factor)
+    return chain, step, found.issued_in(host_s(chain))
 
 
 def rank_memory(model: CostModel, decisions: Decisions) -> tuple[RankMemory, ...]:
@@ -177,7 +178,7 @@ def _prediction(
         per_link[message.link] = per_link.get(message.link, 0.0) + message.seconds
     names = [unit.name for unit in model.profile.units]
     # Measured is a median rank: it waits where the slowest computes.
-    compute_s = result.compute_s / factor
+    compute_s = (result.compute_s - result.host_s) / factor + result.host_s
     waiting_s = result.compute_s - compute_s
     blocked_s = waiting_s * blocking_share(step.work) if waiting_s else 0.0
     spread = model.cluster.spread
@@ -196,6 +197,7 @@ def _prediction(
         samples_per_s=model.goal.batch / result.step_s if result.step_s else 0.0,
         fullest=max(memory, key=lambda group: group.peak_bytes).fullest(names),
         waiting_s=waiting_s,
+        host_s=result.host_s,
         low_s=expected.low_s,
         high_s=expected.high_s,
     )

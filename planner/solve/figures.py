@@ -91,6 +91,7 @@ class UnitFigures:
         ):
             found[AT[f"{name}.{LINKS[on.link]}"]] += on.seconds
         found[AT[f"slice.{LINKS[cost.exchange.link]}"]] = cost.slice_s
+        found[AT["host"]] = cost.host_s
         found[OWN_BYTES] = self.memory.unit(k, option, self.samples(option.layout)).figures
         return found
 
@@ -111,6 +112,7 @@ class UnitFigures:
         for name, quantity in _MEASURED_BYTES:
             found[:, AT[name]] = here.values(unit, quantity, divides=False)
         self._write_idle(found, states)
+        found[:, AT["host"]] = self.model.host_s(k)
         found[:, AT["saved"]] += self._gathered(k, states)
         new = [self.memory.makes_new(layout) for layout, _ in states]
         summed = np.array([self.memory.summed_bytes(k, layout) for layout, _ in states])
@@ -131,6 +133,7 @@ class UnitFigures:
         """``plain`` with feature maps that are made again in backward."""
         found = plain.copy()
         found[:, AT["backward"]] += plain[:, AT["forward"]] + self.model.rerun_s(k)
+        found[:, AT["host"]] = self.model.host_s(k, "recompute")
         for link in LINKS:
             found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
         whole = self.model.output_bytes_per_sample(k)[0] * self.memory.keeps_output(k)
@@ -158,6 +161,7 @@ class UnitFigures:
         copy_s = reduce(np.maximum, saved) / host_bytes_per_s
         found[:, AT["forward"]] += copy_s
         found[:, AT["backward"]] += copy_s
+        found[:, AT["host"]] = self.model.host_s(k, "offload")
         found[:, AT["offloaded"]] = plain[:, AT["saved"]]
         return self._with_resident(found, np.zeros(len(states)), states)
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
+from meshwright.executor.memory import offload
 from meshwright.planner.schema.cluster import Cluster, StepOverhead
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler.collectives import COLLECTIVES, MeasuredGroup, curves, measure
 from meshwright.profiler.host_rates import measure_host_rates
 from meshwright.profiler.links import join, probe
-from meshwright.profiler.overhead import measure_overheads
+from meshwright.profiler.overhead import _of_hosts, measure_overheads
 
 SIZES = (1 << 10, 1 << 16, 1 << 20)
 
@@ -132,6 +134,43 @@ def test_one_rank_has_hooks_and_second_forwards(ranks: Callable[[int], Ranks]) -
         assert 0 < found.step_s + found.parameter_s < 1
         assert 0 < found.rerun_s < 0.01
         assert found.byte_s == found.move_s == found.move_byte_s == 0
+
+
+class Copy:
+    """What has been sent to a host and comes back."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.kept = flat.clone()
+
+    def leave(self) -> None: ...
+
+    def prefetch(self) -> None: ...
+
+    def wait(self) -> torch.Tensor:
+        return self.kept
+
+
+class Host:
+    """One beside a device that is a CPU."""
+
+    device = torch.device("cpu")
+    send = Copy
+
+
+def hosts_work(rank: int) -> tuple[StepOverhead, StepOverhead]:
+    with patch.object(offload, "host_of", lambda device: Host()):
+        return _of_hosts(torch.device("cpu"), 9, lambda share: None)
+
+
+def test_hosts_of_gpus_take_time_for_what_is_rerun_and_copied(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    ((barrier, priority),) = ranks(1)(hosts_work)
+    for found in (barrier, priority):
+        assert 0 < found.step_s + found.parameter_s < 1
+        assert 0 < found.rerun_s < 0.01
+        assert 0 < found.copy_s < 0.01
+        assert found.byte_s == 0
 
 
 def test_a_probe_needs_a_group() -> None:

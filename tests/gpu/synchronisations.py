@@ -1,4 +1,5 @@
-"""Counts where the host asks a tensor of the device for its value, and so waits for the device.
+"""Counts where the host asks a tensor of the device for its value, or gives it one in a way that
+waits for the device.
 
 On CPUs every tensor is the host's. What is made with ``device="cpu"`` is so on a GPU as well (the
 vectors of control groups); all others are taken for the device's.
@@ -53,6 +54,15 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _is_copied(index: Any, dims: int) -> bool:
+    """Whether torch makes a tensor on the host of a number that is put there and copies it: for one
+    element, and for those that a tensor names. A slice is filled on the device."""
+    indices = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(one, Tensor) for one in indices):
+        return True
+    return len(indices) == dims and all(isinstance(one, int) for one in indices)
+
+
 def _place() -> str:
     """The innermost line of the package that runs."""
     frame: Any = sys._getframe(2)
@@ -62,6 +72,17 @@ def _place() -> str:
             return f"{path.relative_to(ROOT.resolve())}:{frame.f_lineno}"
         frame = frame.f_back
     return "outside"
+
+
+def _setting(note: Callable[[str, tuple[Any, ...]], None]) -> Callable[..., None]:
+    before = Tensor.__setitem__
+
+    def set_to(tensor: Tensor, index: Any, value: Any) -> None:
+        if not isinstance(value, Tensor) and _is_copied(index, tensor.ndim):
+            note("__setitem__", (tensor,))
+        before(tensor, index, value)
+
+    return set_to
 
 
 @contextmanager
@@ -112,6 +133,7 @@ def counted() -> Iterator[list[str]]:
         return make
 
     changes = [patch.object(Tensor, n, asking(n, getattr(Tensor, n))) for n in ASKING]
+    changes.append(patch.object(Tensor, "__setitem__", _setting(note)))
     changes += [patch.object(torch, n, asking(n, getattr(torch, n))) for n in FUNCTIONS]
     changes += [patch.object(torch, n, making(getattr(torch, n))) for n in MAKING]
     for change in changes:

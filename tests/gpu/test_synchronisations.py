@@ -1,4 +1,4 @@
-"""How often a step asks a tensor of the device for its value, where the host has to wait for it:
+"""How often a step makes the host wait for the device, to get a tensor's value or to set it:
 counted on CPUs, and by torch on a device."""
 
 from __future__ import annotations
@@ -174,5 +174,9 @@ def test_what_asks_is_counted() -> None:
         torch.zeros(2, device=tensor.device).tolist()  # where another is, not by the host's name
         tensor[tensor > 0]
         tensor[torch.tensor([0])]
+        tensor[:1] = 2
+        tensor[0] = 2
+        tensor[torch.tensor([0])] = 2
     names = [place.split()[0] for place in places]
-    assert names == ["item", "__bool__", "nonzero", "__float__", "tolist", "aten.index"]
+    asked = ["item", "__bool__", "nonzero", "__float__", "tolist", "aten.index"]
+    assert names == asked + ["__setitem__"] * 2

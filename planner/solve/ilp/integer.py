@@ -53,7 +53,7 @@ import pulp
 from ...cost.budget import energy_budget, gpu_seconds_limit, lost_energy
 from ...cost.cost import CostModel
 from ...cost.step_time import LINKS, Vector
-from ...memory.rows import AT, ENTRY, SLICES, rows
+from ...memory.rows import AT, ENTRY, SLICES, rows, seconds_of
 from ...schema.options import Option
 from ..answer import choice
 from ..figures import EDGE_FIGURES
@@ -84,7 +84,10 @@ class Program(Variables):
         plain = choice(self.model, self.model.baseline, problem.schedule)
         self.time_unit_s = max(plain.step_s, 1e-9) / SCALE
         together = table.memory.updates_together
-        self.rows = rows(self.model.micro_batches, problem.schedule, together=together)
+        self.rows = rows(
+            self.model.micro_batches, problem.schedule, together=together,
+            hosts=self.model.hosts_take_time,
+        )  # fmt: skip
         self.step = self.new("T")
         if not untimed:
             self._step(waits_for_slices=problem.schedule == "priority")
@@ -104,12 +107,9 @@ class Program(Variables):
         self.moves = [
             [p._replace(figures=p.figures * np.array(scale)) for p in row] for row in self.moves
         ]
-        always = summed(
-            item
-            for k, own in enumerate(figures)
-            for item in self.form(k, self.rows.totals[0], own).items()
-        )
-        self._bound(always)
+        for total in seconds_of(self.rows.totals):
+            serial = (self.form(k, self.rows.totals[total], own) for k, own in enumerate(figures))
+            self._bound(summed(item for form in serial for item in form.items()))
         for link in range(self.rows.timed):
             sends = [u.figures[:, AT[f"exchange.{LINKS[link]}"]] for u in self.table.listed]
             # The terms of a link, or of a unit, that gradients do not use are never the largest.

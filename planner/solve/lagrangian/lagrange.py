@@ -19,7 +19,17 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from ...cost.step_time import Vector
-from ...memory.rows import ALWAYS, AT, LOST, UPDATE, Matrix, Rows, Values, prices
+from ...memory.rows import (
+    ALWAYS,
+    AT,
+    LOST,
+    UPDATE,
+    Matrix,
+    Rows,
+    Values,
+    prices,
+    seconds_of,
+)
 from ..figures import EDGE_FIGURES, Numbers, Reals
 from ..highs import ArrayProgram
 from ..option_table import OptionTable
@@ -152,13 +162,20 @@ class Lagrangian:
         count = len(self.table.units)
         shape = len(self.rows.before), count
         one = float(self.limits.devices) if self.limits.economical else 1.0
-        links = [Weights(np.zeros(shape), np.zeros(3)) for _ in range(self.rows.timed)]
+
+        def none() -> Weights:
+            return Weights(np.zeros(shape), np.zeros(len(self.rows.totals)))
+
+        links = [none() for _ in range(self.rows.timed)]
         for track, weights in enumerate(links):
             weights.tracks[track] = one / count
-        serial, small = (Weights(np.zeros(shape), np.zeros(3)) for _ in range(2))
-        serial.totals[ALWAYS] = small.totals[ALWAYS] = one
+        serial = [none() for _ in seconds_of(self.rows.totals)]
+        for total, weights in zip(seconds_of(self.rows.totals), serial, strict=True):
+            weights.totals[total] = one
+        small = none()
+        small.totals[ALWAYS] = one
         small.tracks[self.rows.timed :] = one / count / max(self.limits.memory_bytes, 1.0)
-        return [serial, *links, small]
+        return [*serial, *links, small]
 
 
 # [Note: Prices of shared redistributions]
@@ -225,9 +242,11 @@ class Master:
         self.shape = len(rows.before), units
         self.end = len(rows.before) * units
         tracks = [slice(a, a + units) for a in range(0, self.end, units)]
-        self.families = [*tracks, *(slice(i, i + 1) for i in range(self.end, self.end + 3))]
-        self.seconds = np.zeros(self.end + 3, dtype=bool)
-        self.seconds[: rows.timed * units] = self.seconds[self.end + ALWAYS] = True
+        size = self.end + len(rows.totals)
+        self.families = [*tracks, *(slice(i, i + 1) for i in range(self.end, size))]
+        self.seconds = np.zeros(size, dtype=bool)
+        self.seconds[: rows.timed * units] = True
+        self.seconds[[self.end + total for total in seconds_of(rows.totals)]] = True
 
     def add(self, plan: Values, idle_s: float) -> None:
         """Adds a plan and the rows in which it is largest."""
@@ -289,7 +308,7 @@ class Master:
     def _weights(self, duals: Vector) -> Weights:
         """Duals in the units of the objective for each unit of a row."""
         per = float(self.limits.devices) if self.limits.economical else 1.0
-        flat = np.zeros(self.end + 3)
+        flat = np.zeros(len(self.seconds))
         flat[self.active] = duals[:-2]
         gpu, step = (float(d) for d in duals[-2:])
         # Rounding in the duals must not leave weights that prove nothing: those of seconds have to

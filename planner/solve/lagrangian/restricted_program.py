@@ -26,7 +26,6 @@ from scipy.sparse import coo_array, csr_array, vstack
 
 from ...cost.step_time import Vector
 from ...memory.rows import (
-    ALWAYS,
     AT,
     LOST,
     OWN_BACKWARD,
@@ -34,6 +33,7 @@ from ...memory.rows import (
     RETURNING,
     SLICES,
     Matrix,
+    seconds_of,
     slice_waits,
 )
 from ..figures import EDGE_FIGURES, Numbers
@@ -178,10 +178,11 @@ class RestrictedProgram:
     def _limits(self, scale: float) -> tuple[Matrix, Vector]:
         """The rows, over (policies, pairs, T), and what each may be at most."""
         limits, timed = self.judge.limits, self.judge.rows.timed
+        serial = seconds_of(self.judge.rows.totals)
         lines, upper = [], []
         for row in self.rows:
             line = self._coefficients(row)
-            if row[0] in range(timed) or row[:2] == (-1, ALWAYS):
+            if row[0] in range(timed) or (row[0] < 0 and row[1] in serial):
                 lines.append(np.append(line / scale, -1.0))
                 upper.append(0.0)
                 continue

@@ -225,7 +225,9 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
         devices=model.world_size,
         economical=goal.objective == "gpu_seconds",
     )
-    made = rows(model.micro_batches, problem.schedule, together=together)
+    made = rows(
+        model.micro_batches, problem.schedule, together=together, hosts=model.hosts_take_time
+    )
     return Lagrangian(table, made, bounds)
 
 

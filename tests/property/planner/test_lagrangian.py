@@ -13,6 +13,7 @@ from meshwright.planner.memory.rows import (
     RECEIVED,
     RETURNED,
     RETURNING,
+    seconds_of,
     slice_waits,
     values,
 )
@@ -72,6 +73,8 @@ def test_bound_never_exceeds_the_optimum_on_many_problems():
 
 def lagrangians(seed, saves_outputs=True):
     made = problems.problem(seed, most=20_000).placed()
+    if seed % 3 == 0:
+        made = problems.issued_by_hosts(made, seed)
     if not saves_outputs:
         units = (
             msgspec.structs.replace(u, output_kept=False, modules=()) for u in made.profile.units
@@ -134,7 +137,9 @@ def random_weights(lagrangian, rng):
     tracks = rng.random((len(rows.before), len(lagrangian.table.units)))
     tracks[rows.timed :] *= rng.choice([1, 10, 100]) / limits.memory_bytes
     tracks[rows.memory_track("backward")] *= rng.choice([1, 30])
-    return Weights(tracks, np.array([rng.random(), 0.0, 0.0]))
+    totals = np.zeros(len(rows.totals))
+    totals[seconds_of(totals)] = rng.random()
+    return Weights(tracks, totals)
 
 
 def weighted(lagrangian, weights, numbers):

@@ -1,5 +1,6 @@
 """The formulas and the event simulation agree on random chains."""
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner.cost.step_time import (
@@ -40,6 +41,20 @@ def test_priority_formula_is_the_preemptive_simulation(chain, micro_batches):
 def test_barrier_formula_is_the_fifo_simulation_with_one_bucket_a_unit(chain, micro_batches):
     found = run(chain, micro_batches, "barrier").step_s
     assert close(found, barrier_step(chain, micro_batches))
+
+
+@MANY
+@given(step_chains(), micro_batch_counts, st.floats(0, 300))
+def test_a_step_is_never_shorter_than_what_its_host_takes(chain, micro_batches, issued_s):
+    units = len(chain.forward_s)
+    issued = chain._replace(host_s=np.full(units, issued_s / units))
+    for schedule, formula in (("priority", priority_step), ("barrier", barrier_step)):
+        found = run(chain, micro_batches, schedule).issued_in(issued_s)
+        assert close(found.step_s, formula(issued, micro_batches))
+        parts = found.compute_s + found.blocking_s + found.exposed_s
+        assert close(parts, found.step_s)
+        assert close(found.host_s, max(issued_s - formula(chain, micro_batches), 0.0))
+    assert priority_bound(issued, micro_batches) >= issued_s - 1e-9
 
 
 @MANY

@@ -27,7 +27,7 @@ from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve, solvers
 
 from tests.brute import best, every_decision
-from tests.problems import problem, varies
+from tests.problems import issued_by_hosts, problem, varies
 from tests.strategies import chain_profile, cluster, linear
 
 QUICK = range(24)
@@ -94,6 +94,29 @@ def test_exchanges_by_host_against_brute_force(seed, solver):
     found = best(made)
     assert any(option.peers_per_host > 1 for option in found.decisions)
     agree(solver, made, found)
+
+
+@pytest.mark.parametrize("solver", ["auto", *solvers()])
+@pytest.mark.parametrize(
+    "seed", [0, 2, 5, 6, *(pytest.param(s, marks=pytest.mark.slow) for s in (7, 9, 11, 12, 14))]
+)
+def test_hosts_that_issue_slowly_against_brute_force(seed, solver):
+    made = issued_by_hosts(problem(seed, most=3_000), seed)
+    agree(solver, made, best(made))
+
+
+def test_hosts_decide_some_plans():
+    made = [issued_by_hosts(problem(seed, most=3_000), seed) for seed in range(12)]
+    idle = [best(replace(one, profile=without_hosts(one.profile))) for one in made]
+    other = [best(one) for one in made]
+    assert any(a.decisions != b.decisions for a, b in zip(idle, other, strict=True))
+
+
+def without_hosts(profile):
+    units = (
+        msgspec.structs.replace(u, host_forward_s=0.0, host_backward_s=0.0) for u in profile.units
+    )
+    return msgspec.structs.replace(profile, units=tuple(units))
 
 
 def test_a_program_that_a_tighter_tolerance_on_integers_gets_wrong():

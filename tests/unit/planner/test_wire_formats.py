@@ -64,6 +64,10 @@ def test_parameters_come_back_as_they_are():
     sharded = HOME._replace(exchange="sharded")
     exact, short = (model.exchange(o, SIZE) for o in (sharded, sharded._replace(wire="bf16")))
     assert short.sent_bytes == pytest.approx(0.75 * exact.sent_bytes)
+    # A plan holds plain numbers: numpy's cannot be written.
+    assert {type(value) for on in (exact, short) for value in (on.seconds, on.sent_bytes)} == {
+        float
+    }
 
 
 def test_rounding_takes_time_where_it_happens():

@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.models.spec import UnitSpec
+from meshwright.models.workload import Batch
 from meshwright.planner.schema.cluster import Device
-from meshwright.profiler import collectives, links
+from meshwright.profiler import collectives, links, steps, timing
 from meshwright.profiler.catalogue import fragments_bytes
 from meshwright.profiler.collectives import MeasuredGroup, calls_at_once, time_once
+from meshwright.profiler.steps import StreamMeter
+from torch import nn
+from torch.nn import functional as F
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 GIB = 2**30
@@ -169,3 +174,99 @@ def test_one_gpu_s_link_to_its_host_is_measured(monkeypatch: pytest.MonkeyPatch)
     assert memory == 40 * GIB
     assert done == ["used", "measured"]
     assert links.single_device(CPU)[0].host_bytes_per_s is None
+
+
+class Clock:
+    """The host's clock, which stands still unless the host works."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+class Launching(torch.autograd.Function):
+    """Launches the layer's work, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Launched) -> torch.Tensor:
+        ctx.layer = layer
+        layer.launch(1.0)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.layer.launch(2.0)
+        return gradient, None
+
+
+class Launched(nn.Linear):
+    """A layer whose operators the host issues in some seconds, and the device does in others."""
+
+    host_s = device_s = 0.0
+    streams: Streams
+    clock: Clock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Launching.apply(super().forward(x), self)
+
+    def launch(self, times: float) -> None:
+        self.clock.now_s += times * self.host_s
+        # The device begins when it is told to.
+        self.streams.current.launch(times * self.device_s, after=self.clock.now_s)
+
+
+@pytest.fixture
+def clock(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+
+    def synchronise(device: torch.device) -> None:
+        found.now_s = max(found.now_s, streams.current.end_s)
+
+    def wait(event: Event) -> None:
+        found.now_s = max(found.now_s, event.at_s)
+
+    for module in (steps, timing):
+        monkeypatch.setattr(module.time, "perf_counter", found.perf_counter)
+    monkeypatch.setattr(steps, "synchronise", synchronise)
+    monkeypatch.setattr(Event, "synchronize", wait)
+    monkeypatch.setattr(
+        timing,
+        "keep_busy",
+        lambda device, seconds: streams.current.launch(seconds, after=found.now_s),
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host_s", "device_s"), [(1e-3, 5e-3), (5e-3, 1e-3), (2e-3, 2e-3), (4e-3, 0.0)]
+)
+def test_what_hosts_and_devices_take_is_told_apart(
+    streams: Streams, clock: Clock, host_s: float, device_s: float
+) -> None:
+    """Whichever of them is slower."""
+    model = nn.Sequential(Launched(2, 2), nn.Linear(2, 2), Launched(2, 2))
+    for number, layer in enumerate(model):
+        if isinstance(layer, Launched):
+            layer.streams, layer.clock = streams, clock
+            layer.host_s, layer.device_s = host_s, device_s * (1 + number)
+    units = [
+        UnitSpec(name=name, kind=kind, modules=modules)
+        for name, kind, modules in [
+            ("input", "input", ()), ("0", "linear", ("0",)), ("1", "linear", ("1",)),
+            ("2", "linear", ("2",)), ("output", "output", ()),
+        ]
+    ]  # fmt: skip
+    batch = Batch((torch.ones(3, 2),), torch.ones(3, 2))
+    meter = StreamMeter(model, units, batch, F.mse_loss, GPU)
+    for _ in range(3):
+        meter.turn()
+    found = meter.times()
+    assert sum(found.issued_forward.values()) == pytest.approx(2 * host_s)
+    assert sum(found.issued_backward.values()) == pytest.approx(4 * host_s)
+    for unit, times in (("0", 1), ("2", 3)):
+        assert found.forward.get(unit, 0.0) == pytest.approx(times * device_s, abs=1e-6)
+        assert found.backward.get(unit, 0.0) == pytest.approx(2 * times * device_s, abs=1e-6)
+    # In a row a step takes what the slower of both does.
+    assert meter.whole_s[-1] == pytest.approx(max(6 * host_s, 12 * device_s), rel=0.3)

@@ -1,0 +1,166 @@
+"""Whole steps and their parts, in turns: what a device takes for each unit, and on a GPU what its
+host takes to issue it.
+
+[Note: Host and device]
+A host issues operators and goes on; a GPU does them later, in order. In a run of steps the slower
+of both sets the pace, and an event before and one behind a small operator tell how long the device
+waited for its host rather than how long it worked. So there are four kinds of steps in turns:
+
+- several, one after another as in training, whose pace is that of the slower one;
+- one that begins on an idle device, by the host's clock: what the host takes;
+- one with marks, by the host's clock: how that is shared among units;
+- one with marks, at each of which the device is kept busy for somewhat longer than the host then
+  takes for what follows: its operators are all there when the device comes to them, and events tell
+  what the device takes for them.
+
+Where the device set the pace its parts are scaled to that: a GPU that works all the time has a
+lower clock than one that has just idled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from torch import nn
+
+from ..executor.comm.moments import now, seconds_between
+from ..models.compiled import CompiledRegions, ancestors
+from ..models.spec import UnitSpec
+from ..models.workload import Batch
+from .collectives import synchronise
+from .timing import Loss, StepTimes, Timeline, plain_step
+
+IN_A_ROW = 3
+"""Steps that are issued one after another; the first is not counted."""
+AHEAD, AHEAD_S = 1.5, 20e-6
+"""How much longer than its host a device is kept busy: so many times as long, and more."""
+PACED = 1.1
+"""A device sets the pace of steps that take so many times as long as the host's part in them."""
+
+
+class StepMeter:
+    """Steps of a model on one batch, plain and with marks; the first of each warms up."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitSpec],
+        batch: Batch,
+        loss: Loss,
+        device: torch.device,
+    ) -> None:
+        self.model, self.units, self.batch, self.loss = model, units, batch, loss
+        self.device = device
+        # Anew for each size, so that graphs are of this one, as in training, and not of any.
+        self._whole = CompiledRegions(model)
+        self._parts = CompiledRegions(model, ancestors(m for unit in units for m in unit.modules))
+        self.whole_s: list[float] = []
+        self._marked: list[StepTimes] = []
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a part of the model is compiled."""
+        return bool(len(self._whole))
+
+    def turn(self) -> float:
+        """One step of each kind; the seconds that they took."""
+        self.model.zero_grad()
+        with self._whole:
+            self.whole_s.append(plain_step(self.model, self.batch, self.loss, self.device))
+        self._marked.append(self._with_marks()[0])
+        return self.whole_s[-1] + self._marked[-1].total
+
+    def _with_marks(self, ahead_s: Sequence[float] = ()) -> tuple[StepTimes, list[float]]:
+        """A step's times, and what the host took between its marks."""
+        self.model.zero_grad()
+        with self._parts, Timeline(self.model, self.units, self.device, ahead_s) as timeline:
+            return timeline.step(self.batch, self.loss), timeline.issued_s()
+
+    def times(self) -> StepTimes:
+        """Each node's median, scaled so that they add up to the step without marks."""
+        marked, step_s = self._marked[1:], median(self.whole_s[1:])
+        return StepTimes(*_scaled(_medians([(s.forward, s.backward) for s in marked]), step_s))
+
+
+class StreamMeter(StepMeter):
+    """The same on a GPU. See [Note: Host and device]."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitSpec],
+        batch: Batch,
+        loss: Loss,
+        device: torch.device,
+    ) -> None:
+        super().__init__(model, units, batch, loss, device)
+        self._issued_s: list[float] = []
+        self._issued: list[StepTimes] = []
+
+    def turn(self) -> float:
+        start_s = time.perf_counter()
+        with self._whole:
+            self.whole_s.append(self._paced_s())
+            self._issued_s.append(self._issuing_s())
+        issued, between_s = self._with_marks()
+        self._issued.append(issued)
+        ahead_s = [AHEAD * seconds + AHEAD_S for seconds in between_s]
+        self._marked.append(self._with_marks(ahead_s)[0])
+        synchronise(self.device)
+        return time.perf_counter() - start_s
+
+    def _paced_s(self) -> float:
+        """Seconds of a step among others."""
+        start = now(self.device)
+        for number in range(IN_A_ROW):
+            if number == 1:
+                start = now(self.device)
+            self._step()
+        return seconds_between(start, now(self.device)) / (IN_A_ROW - 1)
+
+    def _issuing_s(self) -> float:
+        """What the host takes for a step that nothing keeps waiting."""
+        synchronise(self.device)
+        start_s = time.perf_counter()
+        self._step()
+        return time.perf_counter() - start_s
+
+    def _step(self) -> None:
+        self.model.zero_grad()
+        output = self.model(*self.batch.args, **self.batch.kwargs)
+        self.loss(output, self.batch.target).backward()  # type: ignore[no-untyped-call]
+
+    def times(self) -> StepTimes:
+        """Medians of what the device takes and of what the host takes."""
+        pace_s, host_s = median(self.whole_s[1:]), median(self._issued_s[1:])
+        marked, issued = self._marked[1:], self._issued[1:]
+        parts = _medians([(s.forward, s.backward) for s in marked])
+        alone_s = sum(sum(part.values()) for part in parts)
+        device_s = pace_s if pace_s > PACED * host_s else min(alone_s, pace_s)
+        by_host = _medians([(s.issued_forward, s.issued_backward) for s in issued])
+        return StepTimes(*_scaled(parts, device_s), *_scaled(by_host, host_s))
+
+
+_Passes = tuple[dict[str, float], dict[str, float]]
+"""Seconds of each node's forward and backward."""
+
+
+def _medians(steps: Sequence[_Passes]) -> _Passes:
+    def of_nodes(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for row in rows for name in row)
+        return {name: median(row.get(name, 0.0) for row in rows) for name in names}
+
+    return of_nodes([forward for forward, _ in steps]), of_nodes([back for _, back in steps])
+
+
+def _scaled(passes: _Passes, step_s: float) -> _Passes:
+    """The passes so that they add up to a step."""
+    forward, backward = passes
+    factor = step_s / max(sum(forward.values()) + sum(backward.values()), 1e-12)
+    return (
+        {node: seconds * factor for node, seconds in forward.items()},
+        {node: seconds * factor for node, seconds in backward.items()},
+    )
