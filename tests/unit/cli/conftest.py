@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
@@ -97,12 +98,26 @@ def cluster_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a plan and the cache of what it was made from: planned once, as most tests
+    need any plan and change nothing of how it is made."""
+    folder = tmp_path_factory.mktemp("planned")
+    profile, cluster, plan = (folder / f"{name}.json" for name in ("profile", "cluster", "plan"))
+    save(short_vgg(), profile)
+    save(cluster_of(8), cluster)
+    arguments = ["plan", str(profile), "-c", str(cluster), "--batch", "256", "-o", str(plan)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHWRIGHT_CACHE", str(folder / "cache"))
+        assert cli.run(arguments) == 0
+    return folder
+
+
 @pytest.fixture
-def plan_file(meshwright, profile_file: Path, cluster_file: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "plan.json"
-    done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256, "-o", path)
-    assert done.code == 0, done.err
-    return path
+def plan_file(meshwright, planned: Path, tmp_path: Path) -> Path:
+    """As if ``plan`` had just been run here."""
+    shutil.copytree(planned / "cache", tmp_path / "cache", dirs_exist_ok=True)
+    return Path(shutil.copy(planned / "plan.json", tmp_path))
 
 
 @pytest.fixture

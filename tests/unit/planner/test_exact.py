@@ -1,6 +1,7 @@
 """Solvers against brute force on random small problems, and what must hold of any exact answer."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -57,6 +58,14 @@ def agree(solver, made, found):
     return result
 
 
+@cache
+def drawn(seed, by_host=False):
+    """A problem and the best of all its combinations: the same whoever solves it."""
+    made = problem(seed, most=3_000)
+    made = on_cpus(made) if by_host else made
+    return made, best(made)
+
+
 def on_cpus(made):
     """The problem on hosts of CPUs, which may add gradients up before they exchange them."""
     nodes = tuple(
@@ -77,8 +86,7 @@ def on_cpus(made):
     "seed", [*QUICK[:12], *(pytest.param(s, marks=pytest.mark.slow) for s in QUICK[12:])]
 )
 def test_solvers_against_brute_force(seed, solver):
-    made = problem(seed, most=3_000)
-    found = best(made)
+    made, found = drawn(seed)
     if solver == "heuristic" and not found.decisions:
         pytest.skip("it looks for relaxations one by one, which takes long: tested elsewhere")
     agree(solver, made, found)
@@ -90,8 +98,7 @@ def test_solvers_against_brute_force(seed, solver):
     [1, 3, 16, 20, 27, *(pytest.param(s, marks=pytest.mark.slow) for s in (30, 31, 33, 80, 106))],
 )
 def test_exchanges_by_host_against_brute_force(seed, solver):
-    made = on_cpus(problem(seed, most=3_000))
-    found = best(made)
+    made, found = drawn(seed, by_host=True)
     assert any(option.peers_per_host > 1 for option in found.decisions)
     agree(solver, made, found)
 
@@ -216,22 +223,22 @@ def test_more_of_anything_never_makes_the_optimum_worse(seed):
 # -- infeasible -------------------------------------------------------------------------------
 
 
-def infeasible_seeds():
-    found = []
-    for seed in range(120):
-        if len(found) == 6:
-            break
+@cache
+def infeasible_seed(number):
+    """The seed of the first problem, the second and so on that no memory suffices for."""
+    seed = infeasible_seed(number - 1) + 1 if number else 0
+    while True:
         made = problem(seed, most=1_000)
         if made.goal.memory_limit_bytes and not best(made).decisions:
-            found.append(seed)
-    return found
+            return seed
+        seed += 1
 
 
 @pytest.mark.parametrize(
     "number", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in range(2, 6))]
 )
 def test_a_relaxation_makes_the_problem_feasible_and_a_smaller_one_does_not(number):
-    made = problem(infeasible_seeds()[number], most=1_000)
+    made = problem(infeasible_seed(number), most=1_000)
     result = IntegerSolver().solve(made)
     why = result.infeasible
     assert result.plan is None

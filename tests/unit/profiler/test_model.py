@@ -17,7 +17,6 @@ from meshwright.models.workload import Batch, Workload
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import decode, encode
-from meshwright.profiler import model as profiler
 from meshwright.profiler.memory import SavedTensors, measure_footprint
 from meshwright.profiler.model import profile
 from meshwright.profiler.shares import ShareMeter
@@ -26,15 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 SMALL = ("cnn-digits", "gpt-tiny", "seq2seq-tiny", "gpt2-tiny", "bert-tiny", "vit-tiny")
-
-
-# The same for every model on a device, and most of the time of profiling a small one.
-measured_once = cache(profiler.compression_rates)
-
-
-@pytest.fixture(autouse=True)
-def _compressed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "compression_rates", measured_once)
 
 
 @pytest.fixture(autouse=True)
