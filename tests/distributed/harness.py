@@ -34,9 +34,10 @@ from typing import Any
 HERE = Path(__file__).parent
 STARTUP_S = 60.0
 LEAVE = b"leave"
-# What every rank needs: torch's optimizers import the compiler when the first of them is made.
+# What every rank needs, or most: torch's optimizers import the compiler when the first of them is
+# made, and many models of tests are transformers'.
 IMPORTED = [
-    *("torch.distributed", "torch._dynamo"),
+    *("torch.distributed", "torch._dynamo", "transformers.modeling_utils"),
     *("meshwright.api", "meshwright.executor.apply", "meshwright.profiler.model"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -65,9 +66,14 @@ def trains_as_one_process(rank: int, chosen: Plan, most: float) -> None:
         assert (found[name] - tensor).norm() <= most * tensor.norm() + 1e-9, name
 
 
-@pytest.mark.parametrize("message_bytes", [300, 2**20])
-@pytest.mark.parametrize("hybrid", [False, True])
-@pytest.mark.parametrize("order", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("order", "hybrid", "message_bytes"),
+    [
+        # Each value beside each of the others, in half of all that can be.
+        pytest.param(*case, marks=[] if i.bit_count() % 2 else [pytest.mark.slow])
+        for i, case in enumerate(itertools.product(PLACEMENTS, (False, True), (300, 2**20)))
+    ],
+)
 def test_training_equals_one_process(ranks, order, hybrid, message_bytes):
     chosen = by_host(hybrid=hybrid, message_bytes=message_bytes, placement=PLACEMENTS[order])
     ranks(4)(trains_as_one_process, chosen, 0.0)

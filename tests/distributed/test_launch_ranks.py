@@ -150,7 +150,11 @@ def test_the_time_limit_ends_every_rank(plan_file):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_every_rank(plan_file, number, code):
     begun = [plan_file.parent / f"begun{rank}" for rank in range(2)]

@@ -32,8 +32,17 @@ def attempt(ranks, dense: bool, trial: Trial) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dense", [False, True], ids=["as drawn", "dense"])
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "dense"),
+    [
+        pytest.param(2, False, id="2-as drawn"),
+        pytest.param(3, True, id="3-dense"),
+        pytest.param(2, True, marks=pytest.mark.slow, id="2-dense"),
+        pytest.param(3, False, marks=pytest.mark.slow, id="3-as drawn"),
+        pytest.param(4, False, marks=pytest.mark.slow, id="4-as drawn"),
+        pytest.param(4, True, marks=pytest.mark.slow, id="4-dense"),
+    ],
+)
 def test_all_ranks_issue_in_one_order(ranks, world, dense):
     """Gradients that are all-reduced leave in backward, on ranks with different parts of it."""
     search(world, QUICK, 5, partial(attempt, ranks, dense))
