@@ -200,7 +200,9 @@ def optimum(made):
     return np.inf if result.objective_s is None else result.objective_s
 
 
-@pytest.mark.parametrize("seed", range(60, 72))
+@pytest.mark.parametrize(
+    "seed", [*range(60, 66), *(pytest.param(s, marks=pytest.mark.slow) for s in range(66, 72))]
+)
 def test_more_of_anything_never_makes_the_optimum_worse(seed):
     made = problem(seed, most=3_000)
     base = optimum(made)

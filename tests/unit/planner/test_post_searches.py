@@ -42,7 +42,7 @@ def test_the_restricted_integer_program(monkeypatch):
     assert found < 0.997 * best(56)
 
 
-@pytest.mark.parametrize("seed", [3, 5])
+@pytest.mark.parametrize("seed", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_blocks_of_other_plans_are_taken_over(monkeypatch, seed):
     """Of many options the restricted program leaves most out: here of 24 units on 64 ranks."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
