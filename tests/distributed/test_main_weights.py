@@ -71,7 +71,9 @@ def steps_in_float32(rank: int, optimizer: str) -> None:
                 trained.check()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "foreach", "rmsprop"])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", "adamw", "foreach", pytest.param("rmsprop", marks=pytest.mark.slow)]
+)
 def test_steps_are_made_in_float32(ranks, optimizer):
     ranks(WORLD)(steps_in_float32, optimizer)
 

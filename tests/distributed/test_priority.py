@@ -106,9 +106,20 @@ def equals_a_barrier(rank: int, name: str, optimizer: str, steps: int, size: int
     return waits
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt-tiny", "seq2seq-tiny", "cnn-digits"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_equals_a_barrier(ranks, name, optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        ("sgd", "mlp"),
+        ("adamw", "gpt-tiny"),
+        ("sgd", "seq2seq-tiny"),
+        ("adamw", "cnn-digits"),
+        pytest.param("adamw", "mlp", marks=pytest.mark.slow),
+        pytest.param("sgd", "gpt-tiny", marks=pytest.mark.slow),
+        pytest.param("adamw", "seq2seq-tiny", marks=pytest.mark.slow),
+        pytest.param("sgd", "cnn-digits", marks=pytest.mark.slow),
+    ],
+)
+def test_equals_a_barrier(ranks, optimizer, name):
     waited = ranks(2)(equals_a_barrier, name, optimizer, 20, 2)
     assert min(waited) > 0
 

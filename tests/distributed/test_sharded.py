@@ -208,12 +208,20 @@ def equals_one_process(rank: int, world: int, optimizer: str, steps: int) -> Non
                 torch.testing.assert_close(found["state"][index][key], value, rtol=1e-9, atol=1e-10)
 
 
+ALIKE = {"adamax", "asgd", "nadam", "radam", "rprop"}
+"""Optimizers that step as others do."""
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "world"),
-    [*((name, 2) for name in OPTIMIZERS), *sampled([(name, 4) for name in OPTIMIZERS], 2)],
+    [
+        *(
+            pytest.param(name, 2, marks=[pytest.mark.slow] if name in ALIKE else [])
+            for name in OPTIMIZERS
+        ),
+        *sampled([(name, 4) for name in OPTIMIZERS], 2),
+    ],
 )
 def test_equals_one_process(ranks, world, optimizer):
     steps = 20 if optimizer in ("sgd", "adamw") else 3
