@@ -87,6 +87,9 @@ def _from(
 def write_segments(structure: Structure, table: Table, decisions: Sequence[Option]) -> None:
     """Writes into a ``table`` [field, unit] what stays of segments, and what they hold besides. Its
     fields of segments are zero before."""
+    # Searches ask for thousands of plans that have none.
+    if not any(option.segment for option in decisions):
+        return
     for first, last in segments_of(decisions):
         sources = (structure.ends[e][0] for e in structure.edges_into[first])
         # Units that are recomputed keep their outputs, from which they may have to run on.

@@ -349,7 +349,7 @@ class MemoryModel:
         table = np.zeros((len(FIELDS), units.shape[1]))
         table[: len(units)] = units
         table[FIELD["kept_input"]], table[FIELD["received"]] = moved[:2]
-        own_backward = indicator(OWN_BACKWARD, UNIT_FIELDS) @ units
+        own_backward = _IN_OWN_BACKWARD @ units
         table[FIELD["returned"]] = returned_bytes(moved[2], own_backward)
         if units[FIELD["unsharded"] :].any():
             for overlap in self.overlaps:
@@ -397,6 +397,9 @@ class MemoryModel:
             max((c.received_bytes for c in into), default=0.0),
             max((c.returning_bytes for c in back), default=0.0),
         )
+
+
+_IN_OWN_BACKWARD = indicator(OWN_BACKWARD, UNIT_FIELDS)
 
 
 def memory_of(model: CostModel) -> MemoryModel:

@@ -23,7 +23,7 @@ from ..evaluate import Evaluation, Excess, evaluation, excess
 from ..problem import Problem
 from .checkpointing import fits_in_segments
 from .least_memory import never_fits
-from .space import Candidate, OptionSpace, Score, ScoredDecisions, improve, moves, score_of
+from .space import Candidate, OptionSpace, Score, ScoredDecisions, improve, score_of
 
 SPLIT_POINTS = 32
 """Split points tried for each layout; longer models are cut at as many even distances."""
@@ -79,7 +79,7 @@ def search(
     # nor the size of slices. Of 210 searches of random problems (tests.problems, seeds 0 to 104) 28
     # gained by simulating neighbours too.
     exact = problem.schedule == "barrier" and problem.cluster.interference == Interference()
-    return best if exact else polish(problem, best, deadline)
+    return best if exact else polish(problem, best, deadline, evaluations)
 
 
 def feasible(problem: Problem) -> bool:
@@ -104,14 +104,17 @@ def feasible(problem: Problem) -> bool:
     return False
 
 
-def polish(problem: Problem, best: FoundPlan, deadline: float) -> FoundPlan:
-    """Moves from the best plan to better neighbours, judged by simulation."""
+def polish(
+    problem: Problem, best: FoundPlan, deadline: float, evaluations: int = EVALUATIONS
+) -> FoundPlan:
+    """Moves from the best plan to better neighbours, judged by simulation; of each plan so many
+    neighbours are looked at."""
     model = best.evaluation.model
     scored = ScoredDecisions(OptionSpace(model, problem.capability), problem.schedule)
     tried = {best.evaluation.decisions}
     for _ in range(POLISHES):
         start = best
-        for decisions in _neighbours(scored, best.evaluation.decisions, deadline):
+        for decisions in _neighbours(scored, best.evaluation.decisions, deadline, evaluations):
             if decisions in tried or time.perf_counter() > deadline:
                 continue
             tried.add(decisions)
@@ -123,12 +126,14 @@ def polish(problem: Problem, best: FoundPlan, deadline: float) -> FoundPlan:
     return best
 
 
-def _neighbours(scored: ScoredDecisions, decisions: Decisions, deadline: float) -> list[Decisions]:
+def _neighbours(
+    scored: ScoredDecisions, decisions: Decisions, deadline: float, evaluations: int
+) -> list[Decisions]:
     """The neighbours that are best by formula."""
     scored.move_to(decisions)
     found: list[Candidate] = []
-    for changes in moves(scored.space):
-        if time.perf_counter() > deadline or len(found) >= EVALUATIONS:
+    for changes in scored.space.moves:
+        if time.perf_counter() > deadline or len(found) >= evaluations:
             break
         candidate = scored.tried(changes)
         if candidate is not None:
