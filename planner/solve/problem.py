@@ -36,7 +36,8 @@ class Problem:
     shards the exchange only where nothing fits without, or that is clearly quicker. Among plans
     whose objective is within ``tie_tolerance`` of the best (a share) the simpler is taken. Where
     nothing fits, the answer ``explains`` why, which takes seconds. With ``even`` all ranks get
-    equal shares of the batch, however fast they are."""
+    equal shares of the batch, however fast they are. A search that has taken long may end with a
+    plan that is at most the share ``good_enough`` from the best."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -51,6 +52,7 @@ class Problem:
     tie_tolerance: float = 0.01
     explains: bool = True
     even: bool = False
+    good_enough: float = 0.0
     # A problem is the same whoever is told how far it is.
     progress: Progress | None = field(default=None, compare=False)
 

@@ -23,7 +23,10 @@ from .quicker_shares import with_quicker_shares
 PREFERENCE = ("integer", "lagrangian", "heuristic")
 """The order in which ``auto`` looks for a solver: the first that is there and that is able."""
 AUTO_S = 20.0
-"""Seconds that ``auto`` gives the integer program where no limit was asked for."""
+"""Seconds that ``auto`` gives the integer programs of all searches together where no limit was
+asked for."""
+LEAST_S = 10.0
+"""What each of these searches gets of them, however late it is."""
 NEAR = 0.01
 """A gap up to which no second search is made for something better."""
 
@@ -121,16 +124,24 @@ def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -
     problem = problem.placed()
     if time_limit_s is not None and problem.any_schedule:
         time_limit_s /= 2  # for barrier and priority each
-    elif time_limit_s is None and solver == "auto" and name == "integer":
+    by_itself = time_limit_s is None and solver == "auto" and name == "integer"
+    if by_itself:
+        # Nobody has asked for a proof to the last digit, nor for how long to look for one.
+        problem = replace(problem, good_enough=problem.tie_tolerance)
         time_limit_s = AUTO_S
     chosen = _solvers[name]()
+
+    def left_s() -> float | None:
+        if not by_itself:
+            return time_limit_s
+        return max(start + AUTO_S - time.perf_counter(), LEAST_S)
 
     def search(one: Problem) -> Result:
         nothing = nothing_fits(one)
         return Result.without_plan(name, None, 0.0, reason) if nothing else searched(one)
 
     def searched(one: Problem) -> Result:
-        found = _without_needless_offload(one, chosen, time_limit_s)
+        found = _without_needless_offload(one, chosen, left_s)
         if one.capability.branches:
             found = side_by_side(one, found)
         found = with_quicker_shares(one, quicker_in_segments(one, found, time_limit_s))
@@ -152,16 +163,16 @@ def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -
 
 
 def _without_needless_offload(
-    problem: Problem, solver: Solver, time_limit_s: float | None
+    problem: Problem, solver: Solver, left_s: Callable[[], float | None]
 ) -> Result:
     """What the solver finds; where that offloads and may be far from the best, the better of it and
     of what is found without."""
-    found = solver.solve(problem, time_limit_s)
+    found = solver.solve(problem, left_s())
     near = found.gap is not None and found.gap <= NEAR
     if found.plan is None or near or not offloads(found.plan):
         return found
     # It may have gone for a policy that frees much and takes long.
-    other = solver.solve(without_offload(problem), time_limit_s)
+    other = solver.solve(without_offload(problem), left_s())
     assert found.objective_s is not None
     if other.objective_s is None or found.objective_s <= other.objective_s:
         return found

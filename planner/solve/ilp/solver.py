@@ -22,7 +22,7 @@ import pulp
 from ...cost.cost import CostModel
 from ...schema.goal import Goal
 from ...schema.options import Decisions, ties_agree
-from ..answer import Choice, DisagreementError, answer, choice
+from ..answer import Choice, DisagreementError, answer, choice, over_bytes
 from ..choices import all_may_have
 from ..evaluate import evaluation, limits_bytes, rank_memory
 from ..heuristic.checkpointing import fits_in_segments
@@ -51,6 +51,9 @@ LAST_S = 1.0
 # Plans that the heuristic may score before the program is solved: of 37 golden problems none gets
 # another plan than after three times as many, which took longer than most programs.
 BEGINNING = 1000
+# Iterations of the simplex, over the programs of a search, after which those that follow end with a
+# plan that is good enough for the problem: about a second.
+PATIENCE = 2000
 
 
 class IntegerSolver:
@@ -79,6 +82,7 @@ class IntegerSearch:
         self.known: list[Choice] = []
         self.bound_s = inf
         self.proved = True
+        self.iterations = 0
 
     @property
     def left_s(self) -> float:
@@ -86,6 +90,8 @@ class IntegerSearch:
 
     def result(self) -> Result:
         with self.interruption.listening():
+            if self._ruled_out():
+                return self._none()
             every = list(self.problem.cost_models())
             self._begin(every)
             for i, model in enumerate(every):
@@ -103,6 +109,25 @@ class IntegerSearch:
             and chosen.objective_s <= bound_s * (1 + self.problem.tie_tolerance + 1e-6),
             seconds=time.perf_counter() - self.start,
         )
+
+    def _ruled_out(self) -> bool:
+        """Whether memory is proved to rule out every plan by programs without seconds, which are
+        much smaller than those that find the quickest."""
+        for model in memory_models(self.problem):
+            if not only_memory(model) or over_bytes(model, model.baseline) <= 0:
+                return False
+            bound = least_memory(self.problem, model)
+            if bound is None:
+                return False  # it is not memory that is missing
+            if bound.over_bytes > 0:
+                continue
+            if _is_fitting_plan(self.problem, model, bound.decisions):
+                return False
+            program = _memory_program(self.problem, model)
+            assert program is not None, "the bound has options"
+            if run(program.problem, self.left_s, self.interruption).outcome != "infeasible":
+                return False
+        return True
 
     def _none(self) -> Result:
         """No plan: because there is none, or because time was up before one was found."""
@@ -172,8 +197,10 @@ class IntegerSearch:
 
     def _solve(self, program: Program, progress: Callable[[float], None]) -> Solved:
         """Solves until the solution is one that keeps the limits to the byte."""
+        enough = self.problem.good_enough if self.iterations > PATIENCE else 0.0
         for _ in range(CUTS):
-            solved = run(program.problem, self.left_s, self.interruption, progress)
+            solved = run(program.problem, self.left_s, self.interruption, progress, enough=enough)
+            self.iterations += solved.iterations
             if solved.value is None:
                 return solved
             new = choice(program.model, program.chosen(), self.problem.schedule)
@@ -205,7 +232,9 @@ class IntegerSearch:
         program = Program(self.problem, OptionTable(best.model, self.problem.capability))
         program.within(best.objective_s * (1 + self.problem.tie_tolerance))
         program.simplest()
-        solved = run(program.problem, min(self.left_s, 10.0), self.interruption)
+        # Its solutions are far apart, and quickly found by these.
+        left_s = min(self.left_s, 10.0)
+        solved = run(program.problem, left_s, self.interruption, heuristics=True)
         if solved.value is None:
             return best
         new = choice(best.model, program.chosen(), self.problem.schedule)
@@ -333,7 +362,7 @@ def _least(
 
 def _run(program: Program, deadline: float) -> Solved:
     left_s = max(deadline - time.perf_counter(), LAST_S)
-    return run(program.problem, left_s, Interruption(), heuristics=False)
+    return run(program.problem, left_s, Interruption())
 
 
 def _with_goal(problem: Problem, model: CostModel, goal: Goal) -> CostModel:
@@ -343,17 +372,11 @@ def _with_goal(problem: Problem, model: CostModel, goal: Goal) -> CostModel:
 def _has_plan(problem: Problem, model: CostModel, deadline: float, easiest: Decisions) -> bool:
     """Whether the program has any solution; much quicker than the one that needs least."""
     # The options that hold least where memory is fullest are often a plan, and seen without it.
-    tried = choice(model, easiest, problem.schedule)
-    if _is_plan(tried) and tried.feasible:
+    if _is_fitting_plan(problem, model, easiest):
         return True
-    table = OptionTable(model, problem.capability)
-    if not all(table.options):
+    program = _memory_program(problem, model)
+    if program is None:
         return False
-    untimed = only_memory(model)
-    if untimed:
-        table = least_options(problem, table, model)
-    program = Program(problem, table, untimed=untimed)
-    program.minimise("memory_limit_bytes")  # without excess there is nothing to make small
     if _run(program, deadline).value is None:
         return False
     if choice(model, program.chosen(), problem.schedule).feasible:
@@ -361,3 +384,21 @@ def _has_plan(problem: Problem, model: CostModel, deadline: float, easiest: Deci
     # The solution is over the limit by rounding: another may not be.
     closest, _ = _least(problem, model, "memory_limit_bytes", deadline)
     return closest is not None and closest.feasible
+
+
+def _is_fitting_plan(problem: Problem, model: CostModel, decisions: Decisions) -> bool:
+    tried = choice(model, decisions, problem.schedule)
+    return _is_plan(tried) and tried.feasible
+
+
+def _memory_program(problem: Problem, model: CostModel) -> Program | None:
+    """The program of which any solution keeps the limits; None where a unit has no option."""
+    table = OptionTable(model, problem.capability)
+    if not all(table.options):
+        return None
+    untimed = only_memory(model)
+    if untimed:
+        table = least_options(problem, table, model)
+    program = Program(problem, table, untimed=untimed)
+    program.minimise("memory_limit_bytes")  # without excess there is nothing to make small
+    return program
