@@ -65,6 +65,7 @@ class _Measured:
     times: StepTimes
     footprint: Footprint
     whole_s: Sequence[float]
+    turn_s: float  # the last one's of those that it was measured in
 
 
 @dataclass
@@ -252,7 +253,7 @@ def _measure(
         if batches is None:
             done = measured.times.total
             # One size alone makes no curve.
-            late = job.left_s(0.7) < 4 * done and i > 0
+            late = job.left_s(0.7) < 2 * measured.turn_s and i > 0
             if 2 * done > LONGEST_STEP_S or late:
                 break
     if refused and len(taken) == 1:
@@ -268,7 +269,8 @@ def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: 
     model, loss, batch = job.workload.model, job.workload.loss, job.batch(size)
     footprint = measure_footprint(model, found.units, batch, loss, job.device)
     meter = StreamMeter if job.device.type == "cuda" else StepMeter
-    steps, spent_s = meter(model, found.units, batch, loss, job.device), 0.0
+    steps = meter(model, found.units, batch, loss, job.device)
+    spent_s = taken_s = 0.0
     # One more than counted: the first warms up.
     for i in range(MORE * repeats + 1):
         if i > repeats and spent_s > REPEATED_S:
@@ -280,7 +282,7 @@ def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: 
         if i >= 2 and job.left_s(share) < 0:
             break
     model.zero_grad()
-    return _Measured(size, steps.times(), footprint, steps.whole_s[1:])
+    return _Measured(size, steps.times(), footprint, steps.repeated_s, taken_s)
 
 
 def _curve(sizes: Sequence[int], values: Sequence[float]) -> Curve:

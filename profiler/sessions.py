@@ -132,7 +132,7 @@ def joined_profile(hosts: Sequence[str], profiles: Sequence[ModelProfile]) -> Mo
     size = min(profile.batches[-1] for profile in profiles)
 
     def step_s(profile: ModelProfile) -> float:
-        return profile.step(size) if profile.step else 0.0
+        return max(profile.step(size) if profile.step else 0.0, profile.issued_s)
 
     by_host: dict[str, ModelProfile] = {}
     for host, profile in zip(hosts, profiles, strict=True):
@@ -159,7 +159,7 @@ def cluster_of_ranks(
     shown = progress if dist.get_rank() == 0 else None
     return _once(
         Cluster,
-        _digest("cluster", places, software(), os.environ.get("OMP_NUM_THREADS")),
+        _digest("cluster", places, software(), os.environ.get("OMP_NUM_THREADS"), *_how(device)),
         lambda: _probe(device, shown),
         refresh,
     )
@@ -246,10 +246,15 @@ def _profile_key(
         torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, compiled,
         _code_of(model, workload.loss),
     )  # fmt: skip
-    together = (hosts,) if hosts else ()
+    together = (*((hosts,) if hosts else ()), *_how(device))
     return _digest(
         "profile", workload.name, repr(model), parameters, inputs, batches, where, how, *together
     )
+
+
+def _how(device: torch.device) -> tuple[str, ...]:
+    """What is measured in another way than by earlier versions, whose results are not the same."""
+    return ("hosts apart",) if device.type == "cuda" else ()
 
 
 def _code_of(model: nn.Module, loss: Callable[..., Any]) -> list[object]:

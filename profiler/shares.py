@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..executor.comm.moments import now, seconds_between
+from ..executor.comm.moments import Moment, now, seconds_between
 from ..models.opened import tensors_in
 from ..models.precision import autocast_of
 from ..models.replay import UnitCall, copied, run_modules
@@ -33,6 +33,7 @@ from ..planner.schema.capability import degrees
 from ..planner.schema.precision import Precision
 from ..planner.schema.profile import ShareProfile, SplitProfile, UnitProfile
 from .memory import SavedTensors
+from .timing import keep_busy
 
 ROUNDS = 3
 # More than last-level caches of CPUs and GPUs hold for one device, mostly.
@@ -218,7 +219,7 @@ def cost_of(
     # Without its inputs, which belong to whoever made them.
     apart = (*holder.parameters(), *holder.buffers(), *given.tensors())
     saved = SavedTensors(apart, lambda: "")
-    start = now(device)
+    start = _begun(device)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t)
     with torch.enable_grad(), hooks, autocast_of(precision, device):
         output = run_modules(holder, unit.modules, given)
@@ -228,7 +229,7 @@ def cost_of(
         others += 1
     gradients = [torch.ones_like(t) for t in leaves]
     # Making the gradients is no part of the backward: a second moment in between.
-    begin = now(device)
+    begin = _begun(device)
     if leaves:
         torch.autograd.backward(leaves, gradients)
     for parameter in holder.parameters() if divisor > 1 else ():
@@ -246,6 +247,18 @@ def cost_of(
         inputs + out,
         out,
     )
+
+
+# Longer than a host takes to issue a unit's operators.
+AHEAD_S = 2e-3
+
+
+def _begun(device: torch.device) -> Moment:
+    """The moment at which a GPU comes to what is issued now: by then all of it is there, as in the
+    midst of a step."""
+    if device.type == "cuda":
+        keep_busy(device, AHEAD_S)
+    return now(device)
 
 
 def split_profiles(

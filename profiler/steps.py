@@ -7,8 +7,10 @@ of both sets the pace, and an event before and one behind a small operator tell 
 waited for its host rather than how long it worked. So there are four kinds of steps in turns:
 
 - several, one after another as in training, whose pace is that of the slower one;
-- one that begins on an idle device, by the host's clock: what the host takes;
-- one with marks, by the host's clock: how that is shared among units;
+- one that begins on an idle device, by the host's clock: what the host takes, unless it has more to
+  issue than the driver lets wait, and is held up by the device;
+- one with marks, at each of which the host waits for the device and so never meets it: how that is
+  shared among units, and with what the marks cost an upper bound on it;
 - one with marks, at each of which the device is kept busy for somewhat longer than the host then
   takes for what follows: its operators are all there when the device comes to them, and events tell
   what the device takes for them.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -31,12 +34,10 @@ from ..models.compiled import CompiledRegions, ancestors
 from ..models.spec import UnitSpec
 from ..models.workload import Batch
 from .collectives import synchronise
-from .timing import Loss, StepTimes, Timeline, plain_step
+from .timing import Loss, StepTimes, Timeline, longer, plain_step
 
 IN_A_ROW = 3
 """Steps that are issued one after another; the first is not counted."""
-AHEAD, AHEAD_S = 1.5, 20e-6
-"""How much longer than its host a device is kept busy: so many times as long, and more."""
 PACED = 1.1
 """A device sets the pace of steps that take so many times as long as the host's part in them."""
 
@@ -73,15 +74,23 @@ class StepMeter:
         self._marked.append(self._with_marks()[0])
         return self.whole_s[-1] + self._marked[-1].total
 
-    def _with_marks(self, ahead_s: Sequence[float] = ()) -> tuple[StepTimes, list[float]]:
+    def _with_marks(
+        self, ahead_s: Sequence[float] = (), *, apart: bool = False
+    ) -> tuple[StepTimes, list[float]]:
         """A step's times, and what the host took between its marks."""
         self.model.zero_grad()
-        with self._parts, Timeline(self.model, self.units, self.device, ahead_s) as timeline:
-            return timeline.step(self.batch, self.loss), timeline.issued_s()
+        marks = Timeline(self.model, self.units, self.device, ahead_s, apart=apart)
+        with self._parts, marks:
+            return marks.step(self.batch, self.loss), marks.issued_s()
+
+    @property
+    def repeated_s(self) -> list[float]:
+        """Whole steps, without those that warm up."""
+        return self.whole_s[1:]
 
     def times(self) -> StepTimes:
         """Each node's median, scaled so that they add up to the step without marks."""
-        marked, step_s = self._marked[1:], median(self.whole_s[1:])
+        marked, step_s = self._marked[1:], median(self.repeated_s)
         return StepTimes(*_scaled(_medians([(s.forward, s.backward) for s in marked]), step_s))
 
 
@@ -103,23 +112,27 @@ class StreamMeter(StepMeter):
     def turn(self) -> float:
         start_s = time.perf_counter()
         with self._whole:
-            self.whole_s.append(self._paced_s())
+            self.whole_s += self._paced_s()
             self._issued_s.append(self._issuing_s())
-        issued, between_s = self._with_marks()
+        if not self._issued and self.compiles:
+            self._with_marks()  # compiles the parts, for which no device has to be kept busy
+        issued, between_s = self._with_marks(apart=True)
         self._issued.append(issued)
-        ahead_s = [AHEAD * seconds + AHEAD_S for seconds in between_s]
-        self._marked.append(self._with_marks(ahead_s)[0])
+        self._marked.append(self._with_marks([longer(seconds) for seconds in between_s])[0])
         synchronise(self.device)
         return time.perf_counter() - start_s
 
-    def _paced_s(self) -> float:
-        """Seconds of a step among others."""
-        start = now(self.device)
-        for number in range(IN_A_ROW):
-            if number == 1:
-                start = now(self.device)
+    def _paced_s(self) -> list[float]:
+        """Seconds of each step of a few, the first left out."""
+        ends = []
+        for _ in range(IN_A_ROW):
             self._step()
-        return seconds_between(start, now(self.device)) / (IN_A_ROW - 1)
+            ends.append(now(self.device))
+        return [seconds_between(a, b) for a, b in pairwise(ends)]
+
+    @property
+    def repeated_s(self) -> list[float]:
+        return self.whole_s[IN_A_ROW - 1 :]
 
     def _issuing_s(self) -> float:
         """What the host takes for a step that nothing keeps waiting."""
@@ -135,12 +148,13 @@ class StreamMeter(StepMeter):
 
     def times(self) -> StepTimes:
         """Medians of what the device takes and of what the host takes."""
-        pace_s, host_s = median(self.whole_s[1:]), median(self._issued_s[1:])
+        pace_s = median(self.repeated_s)
         marked, issued = self._marked[1:], self._issued[1:]
         parts = _medians([(s.forward, s.backward) for s in marked])
         alone_s = sum(sum(part.values()) for part in parts)
-        device_s = pace_s if pace_s > PACED * host_s else min(alone_s, pace_s)
         by_host = _medians([(s.issued_forward, s.issued_backward) for s in issued])
+        host_s = min(median(self._issued_s[1:]), sum(sum(part.values()) for part in by_host))
+        device_s = pace_s if pace_s > PACED * host_s else min(alone_s, pace_s)
         return StepTimes(*_scaled(parts, device_s), *_scaled(by_host, host_s))
 
 

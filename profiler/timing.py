@@ -70,7 +70,7 @@ class _Mark(NamedTuple):
 class Timeline:
     """Marks the nodes of a model while it runs; hooks are removed on leaving the context. ``node``
     is the one at work. A GPU is kept busy for ``ahead_s`` at each mark, in their order, before the
-    work that follows."""
+    work that follows; or the host waits for it at each mark (``apart``)."""
 
     def __init__(
         self,
@@ -78,9 +78,11 @@ class Timeline:
         units: Sequence[UnitSpec],
         device: torch.device,
         ahead_s: Sequence[float] = (),
+        *,
+        apart: bool = False,
     ) -> None:
         self.model, self.units = model, list(units)
-        self.device, self.ahead_s = device, ahead_s
+        self.device, self.ahead_s, self.apart = device, ahead_s, apart
         self.marks: list[_Mark] = []
         self.node = units[0].name
         # Weakly: tensors that nothing else holds are freed as in training.
@@ -116,6 +118,8 @@ class Timeline:
         if number < len(self.ahead_s):
             keep_busy(self.device, self.ahead_s[number])
             begin = now(self.device)
+        if self.apart:
+            synchronise(self.device)
         self.marks.append(_Mark(end, begin, before_s, time.perf_counter(), node))
 
     def issued_s(self) -> list[float]:
@@ -174,16 +178,26 @@ def _add(times: dict[str, float], node: str, seconds: float) -> None:
     times[node] = times.get(node, 0.0) + seconds
 
 
+def longer(issued_s: float) -> float:
+    """For how long a GPU is kept busy while its host issues work that took it so long before."""
+    return 1.5 * issued_s + 20e-6
+
+
 def keep_busy(device: torch.device, seconds: float) -> None:
     """Has a GPU do nothing of use for so long, while the host goes on."""
-    torch.cuda._sleep(max(round(seconds * _cycles_per_s(device)), 1))  # type: ignore[no-untyped-call]
+    _spin(device, max(round(seconds * _cycles_per_s(device)), 1))
+
+
+def _spin(device: torch.device, cycles: int) -> None:
+    with torch.cuda.device(device):  # torch lets the current one wait
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 @cache
 def _cycles_per_s(device: torch.device) -> float:
     for _ in range(2):  # the first begins with the clock of an idle GPU
         start = now(device)
-        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+        _spin(device, _CYCLES)
         taken_s = seconds_between(start, now(device))
     return _CYCLES / taken_s
 
@@ -263,10 +277,11 @@ def _update(parameters: Sequence[nn.Parameter], step: Callable[[], object], roun
             parameter.grad = None
 
     taken: list[Taken] = []
+    device = parameters[0].device
     for _ in range(rounds + 1):
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
-        taken.append(timed(update, parameters[0].device))
+        taken.append(timed(update, device, ahead_s=taken[-1].issued_s if taken else 0.0))
         if len(taken) > LEAST_ROUNDS and sum(one.done_s for one in taken) > LONG_S:
             break
     # The first makes the state and does not count.
@@ -280,11 +295,16 @@ class Taken(NamedTuple):
     issued_s: float
 
 
-def timed(work: Callable[[], object], device: torch.device) -> Taken:
-    """What ``work`` takes on an idle device."""
+def timed(work: Callable[[], object], device: torch.device, ahead_s: float = 0.0) -> Taken:
+    """What ``work`` takes on an idle device, or on a GPU that is kept busy for somewhat longer than
+    ``ahead_s``, in which the host issues it: then what the device takes by itself."""
     synchronise(device)
-    start_s = time.perf_counter()
+    kept_busy = device.type == "cuda" and ahead_s > 0
+    if kept_busy:
+        keep_busy(device, longer(ahead_s))
+    begin, start_s = now(device), time.perf_counter()
     work()
-    issued_s = time.perf_counter() - start_s
+    issued_s, end = time.perf_counter() - start_s, now(device)
     synchronise(device)
-    return Taken(time.perf_counter() - start_s, issued_s)
+    done_s = seconds_between(begin, end) if kept_busy else time.perf_counter() - start_s
+    return Taken(done_s, issued_s)

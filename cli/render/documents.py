@@ -73,7 +73,7 @@ def bound_sentence(found: StepBottleneck) -> str:
     saved_s = 0.0 if found.faster_s is None else found.step_s - found.faster_s
     saves = seconds(saved_s) if saved_s > 0 else "nothing"
     advice = [f"twice the bandwidth {where} saves {saves}"] if where else []
-    if found.part == "compute" and found.host_s > STARVED * found.step_s:
+    if found.host_s > STARVED * found.step_s:
         part = f"{seconds(found.host_s)} of {seconds(found.step_s)}"
         return (
             f"Bound by the hosts, which GPUs wait for to issue work ({part}): a larger --batch or "

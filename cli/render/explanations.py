@@ -142,6 +142,8 @@ def _words(found: Explanation) -> Iterator[str]:
         )
     if found.term is None:
         yield "Branches run side by side: the step is their critical path."
+    elif found.term.hosts:
+        yield "The step is what hosts take to issue it: GPUs have less to do."
     elif found.term.link is None:
         yield (
             "The formula that ranks plans before they are simulated counts what a rank itself "
@@ -184,6 +186,7 @@ def _device_time(found: DeviceTime) -> Table:
         ("the executor's own work", found.executor_s),
         ("slowed by communication", found.slowing_s),
         ("waiting for communication", found.waiting_s),
+        *((("waiting for hosts to issue work", found.host_s),) if found.host_s else ()),
         ("device time of a step", found.used_s),
     )
     rows = [

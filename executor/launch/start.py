@@ -171,7 +171,7 @@ def keep_freed_memory() -> bool:
     return bool(set_option(_TRIM_THRESHOLD, _NEVER))
 
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def let_segments_grow() -> bool:
@@ -180,10 +180,11 @@ def let_segments_grow() -> bool:
     By default it cuts tensors from segments of fixed sizes and keeps what lies unused between them:
     steps that recompute had 1.3 to 2 times as much reserved as their tensors took at most
     (docs/results/gpu.md). Does nothing, and returns False, where the user has set any of the
-    allocator's own variables or this torch has no such setting.
+    allocator's settings, by variables or in code, or this torch has none.
     """
     ask = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if ask is None or any(name in os.environ for name in ALLOCATOR_VARIABLES):
+    told = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
+    if ask is None or told() or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return False
     ask("expandable_segments:True")
     return True

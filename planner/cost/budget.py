@@ -52,7 +52,10 @@ def single_device_s(model: CostModel, k: int) -> float:
 
 def single_device_batch_s(model: CostModel) -> float:
     """Seconds that one device would take for the whole batch: what amplification counts in."""
-    return sum(single_device_s(model, k) for k in range(len(model.profile.units)))
+    units = range(len(model.profile.units))
+    computing_s = sum(single_device_s(model, k) for k in units)
+    # Its host issues the same operators, without what the executor adds.
+    return max(computing_s, sum(model.alone_host_s(k) for k in units))
 
 
 def gpu_seconds_limit(model: CostModel) -> float:

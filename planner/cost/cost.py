@@ -16,7 +16,7 @@ layer's time into these terms is ours.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -267,14 +267,14 @@ class CostModel(Exchanges):
     def overhead_s(self, k: int, gradient_bytes: int) -> float:
         """The executor's own work in the backward of unit ``k``, as far as its device does it: for
         each of its parameters, for what it exchanges, and once in a step."""
-        if self.on_streams:
+        if self.hosts_take_time:
             return 0.0
         return self._around_parameters_s(k) + self._overhead.byte_s * gradient_bytes
 
     def rerun_s(self, k: int) -> float:
         """The executor's own work around the second forward of unit ``k``, as far as its device
         does it."""
-        return 0.0 if self.on_streams else self._around_rerun_s(k)
+        return 0.0 if self.hosts_take_time else self._around_rerun_s(k)
 
     @property
     def _overhead(self) -> StepOverhead:
@@ -288,16 +288,13 @@ class CostModel(Exchanges):
     def _around_rerun_s(self, k: int) -> float:
         return self._overhead.rerun_s if self.profile.units[k].modules else 0.0
 
-    @property
-    def on_streams(self) -> bool:
-        """Whether devices work behind their hosts, which do what the executor itself has to."""
-        return self.profile.device_type == "cuda"
-
     @cached_property
     def hosts_take_time(self) -> bool:
-        """Whether hosts issue the work of devices, and it is known how long that takes."""
+        """Whether devices work behind their hosts, which issue their work and do what the executor
+        itself has to, and it is known how long that takes."""
         units = self.profile.units
-        return self.on_streams and any(u.host_forward_s or u.host_backward_s for u in units)
+        on_streams = self.profile.device_type == "cuda"
+        return on_streams and any(u.host_forward_s or u.host_backward_s for u in units)
 
     def host_s(self, k: int, memory: MemoryPolicy = "keep") -> float:
         """Seconds in which a GPU's host issues all that unit ``k`` does in a step: its operators,
@@ -305,15 +302,23 @@ class CostModel(Exchanges):
         """
         if not self.hosts_take_time:
             return 0.0
-        unit = self.profile.units[k]
-        once_s = unit.host_forward_s + unit.host_backward_s + self._around_parameters_s(k)
+        more_s, unit = self._around_parameters_s(k), self.profile.units[k]
         if memory == "recompute":
-            once_s += unit.host_forward_s + self._around_rerun_s(k)
+            more_s += self._most(lambda p: p.units[k].host_forward_s) + self._around_rerun_s(k)
         elif memory == "offload":
-            once_s += self._overhead.copy_s * unit.saved_storages
+            more_s += self._overhead.copy_s * unit.saved_storages
+        return self.alone_host_s(k, self.micro_batches) + self.micro_batches * more_s
+
+    def alone_host_s(self, k: int, micro_batches: int = 1) -> float:
+        """The same without the executor's own work."""
+        once_s = self._most(lambda p: p.units[k].host_forward_s + p.units[k].host_backward_s)
         trained = sum(p.trainable for p in self.owned[k])
-        update_s = trained * self.profile.update_host_s(self.goal.optimizer)
-        return self.micro_batches * once_s + update_s
+        update_s = self._most(lambda p: p.update_host_s(self.goal.optimizer))
+        return micro_batches * once_s + trained * update_s
+
+    def _most(self, seconds: Callable[[ModelProfile], float]) -> float:
+        """Of the kinds of devices, what it takes longest on."""
+        return max(seconds(kind.profile) for kind in self.kinds)
 
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded."""
@@ -429,7 +434,7 @@ class CostModel(Exchanges):
 
     def _around_s(self, needed_bytes: FloatOrReals) -> FloatOrReals:
         """The executor's own work around redistributions to members that need so much."""
-        overhead = StepOverhead() if self.on_streams else self.cluster.overhead
+        overhead = StepOverhead() if self.hosts_take_time else self.cluster.overhead
         return overhead.move_s + overhead.move_byte_s * needed_bytes
 
     def chain(self, decisions: Sequence[Option]) -> Chain:

@@ -6,7 +6,7 @@ to the profile's (``Device.relative_speed``). Positions whose devices take the s
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -81,7 +81,12 @@ def _profile_of(profile: ModelProfile, times: int | None, speed: float) -> Model
 def with_times(profile: ModelProfile, times: NodeTimes) -> ModelProfile:
     """The profile as it is on other nodes."""
     units = (
-        msgspec.structs.replace(unit, shares=there.shares)
+        msgspec.structs.replace(
+            unit,
+            shares=there.shares,
+            host_forward_s=there.host_forward_s,
+            host_backward_s=there.host_backward_s,
+        )
         for unit, there in zip(profile.units, times.units, strict=True)
     )
     return msgspec.structs.replace(
@@ -95,7 +100,15 @@ def times_of(profile: ModelProfile, nodes: Sequence[str]) -> NodeTimes:
     return NodeTimes(
         nodes=tuple(nodes),
         device=profile.device,
-        units=tuple(UnitTimes(name=u.name, shares=u.shares) for u in profile.units),
+        units=tuple(
+            UnitTimes(
+                name=u.name,
+                shares=u.shares,
+                host_forward_s=u.host_forward_s,
+                host_backward_s=u.host_backward_s,
+            )
+            for u in profile.units
+        ),
         step=profile.step,
         updates=profile.updates,
         compression=profile.compression,
@@ -156,29 +169,30 @@ def check_names(given: Mapping[str, object], cluster: Cluster, what: str) -> Non
         )
 
 
-def slowed(profile: ModelProfile, times: float) -> ModelProfile:
-    """The profile of devices that all take so many times as long to compute."""
+def slowed(profile: ModelProfile, times: float, *, hosts: bool = False) -> ModelProfile:
+    """The profile of devices that all take so many times as long to compute; and, where ``hosts``
+    says so, of whose hosts issue their work as much more slowly."""
     if times == 1.0:
         return profile
+    issuing = times if hosts else 1.0
+
+    def of_unit(one: UnitProfile | UnitTimes) -> dict[str, Any]:
+        return {
+            "shares": _slowed_shares(one.shares, times),
+            "host_forward_s": issuing * one.host_forward_s,
+            "host_backward_s": issuing * one.host_backward_s,
+        }
 
     def unit(one: UnitProfile) -> UnitProfile:
-        # Hosts as well: a run tells only that both together take longer.
-        return msgspec.structs.replace(
-            one,
-            shares=_slowed_shares(one.shares, times),
-            host_forward_s=times * one.host_forward_s,
-            host_backward_s=times * one.host_backward_s,
-        )
+        return msgspec.structs.replace(one, **of_unit(one))
 
     def elsewhere(one: NodeTimes) -> NodeTimes:
-        units = (
-            msgspec.structs.replace(u, shares=_slowed_shares(u.shares, times)) for u in one.units
-        )
+        units = (msgspec.structs.replace(u, **of_unit(u)) for u in one.units)
         return msgspec.structs.replace(
             one,
             units=tuple(units),
             step=one.step and one.step.scaled(times),
-            updates=_slowed_updates(one.updates, times),
+            updates=_slowed_updates(one.updates, times, issuing),
             compression=_slowed_compression(one.compression, times),
         )
 
@@ -186,7 +200,7 @@ def slowed(profile: ModelProfile, times: float) -> ModelProfile:
         profile,
         units=tuple(map(unit, profile.units)),
         step=profile.step and profile.step.scaled(times),
-        updates=_slowed_updates(profile.updates, times),
+        updates=_slowed_updates(profile.updates, times, issuing),
         compression=_slowed_compression(profile.compression, times),
         node_times=tuple(map(elsewhere, profile.node_times)),
     )
@@ -201,9 +215,14 @@ def _slowed_shares(shares: tuple[ShareProfile, ...], times: float) -> tuple[Shar
     )
 
 
-def _slowed_updates(rates: tuple[UpdateRate, ...], times: float) -> tuple[UpdateRate, ...]:
+def _slowed_updates(
+    rates: tuple[UpdateRate, ...], times: float, issuing: float
+) -> tuple[UpdateRate, ...]:
     return tuple(
-        msgspec.structs.replace(r, seconds_per_byte=times * r.seconds_per_byte) for r in rates
+        msgspec.structs.replace(
+            r, seconds_per_byte=times * r.seconds_per_byte, host_s=issuing * r.host_s
+        )
+        for r in rates
     )
 
 

@@ -241,7 +241,8 @@ class _Run:
         """The profile and the cluster at those speeds."""
         cluster = _with_slower(self.cluster, "intra", times.intra)
         cluster = _with_slower(cluster, "inter", times.inter)
-        return slowed(self.profile, times.compute), cluster
+        # A run tells only that devices and hosts together take longer.
+        return slowed(self.profile, times.compute, hosts=True), cluster
 
     def predicted(self, times: MeasuredTimes) -> Prediction:
         """The plan's step at those speeds."""

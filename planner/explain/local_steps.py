@@ -134,7 +134,8 @@ def _device_time(
     executor_s = hosts * own.executor_s
     slowed_s = round_of(plan, profile, cluster).slowed_s
     slowing_s = hosts * own.slowing_s + plan.world_size * slowed_s
-    used_s = plan.prediction.gpu_seconds
+    used_s, starved_s = plan.prediction.gpu_seconds, hosts * own.host_s
+    others_s = single_s + shares_s + updates_s + executor_s + slowing_s + starved_s
     return DeviceTime(
         used_s=used_s,
         single_device_s=single_s,
@@ -142,7 +143,8 @@ def _device_time(
         updates_s=updates_s,
         executor_s=executor_s,
         slowing_s=slowing_s,
-        waiting_s=used_s - single_s - shares_s - updates_s - executor_s - slowing_s,
+        waiting_s=used_s - others_s,
+        host_s=starved_s,
     )
 
 

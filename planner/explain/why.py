@@ -82,10 +82,12 @@ class LimitUse(Record, frozen=True, kw_only=True):
 class BindingTerm(Record, frozen=True, kw_only=True):
     """The term that the step's formula is equal to: the gradients of all units up to ``unit`` on
     ``link``, sent while backward comes down to it (by priority: before forward comes up to it).
-    Both are None where it is what the rank itself computes and waits for."""
+    Both are None where it is what the rank itself computes and waits for, or what ``hosts`` take to
+    issue a step."""
 
     link: str | None = None
     unit: str | None = None
+    hosts: bool = False
 
 
 class Alternative(Record, frozen=True, kw_only=True):
@@ -123,6 +125,7 @@ class DeviceTime(Record, frozen=True, kw_only=True):
     ``executor_s``  the executor's own work, as the probe measured it
     ``slowing_s``   computing beside communication, where each slows the other
     ``waiting_s``   redistribution, collectives inside units, exposed gradient exchange
+    ``host_s``      GPUs that wait for their hosts to issue work
     """
 
     used_s: Seconds
@@ -132,6 +135,7 @@ class DeviceTime(Record, frozen=True, kw_only=True):
     executor_s: Seconds
     slowing_s: float
     waiting_s: float
+    host_s: float = 0.0
 
     @property
     def amplification(self) -> float:
@@ -399,8 +403,9 @@ def term_of(done: Evaluation, schedule: ScheduleName) -> BindingTerm | None:
     if any(option.layout.first for option in done.decisions):
         return None
     found = binding_term(done.chain, priority=schedule == "priority")
-    if found is None:
-        return BindingTerm()
+    hosts = done.prediction.host_s > 0
+    if found is None or hosts:
+        return BindingTerm(hosts=hosts)
     link, k = found
     return BindingTerm(link=LINKS[link], unit=done.model.profile.units[k].name)
 
@@ -459,7 +464,8 @@ def exposures(done: Evaluation) -> Iterator[Exposure]:
     """Each message's part in the stalls of the step, those without one left out."""
     units, simulation = done.model.profile.units, done.simulation
     spans, start_s = simulation.spans, simulation.start_s
-    end_s = start_s + simulation.steps * simulation.step_s
+    # What devices wait for their hosts is no part of what was simulated.
+    end_s = start_s + simulation.steps * (simulation.step_s - simulation.host_s)
     # A stall is when the rank neither computes nor communicates for itself. One may be the last of
     # a step: where no parameter is trained there is no update, and nothing follows the exchange.
     busy = [(s.start_s, s.end_s) for s in spans if s.phase != "exchange"]
@@ -504,6 +510,7 @@ def device_time(done: Evaluation) -> DeviceTime:
     if not branches:
         slowed_s = done.prediction.compute_s - done.prediction.host_s - sum(seconds)
     slowing_s = model.world_size * max(slowed_s, 0.0)
+    starved_s = model.world_size * done.prediction.host_s
     return DeviceTime(
         used_s=done.prediction.gpu_seconds,
         single_device_s=single_device_s,
@@ -511,7 +518,8 @@ def device_time(done: Evaluation) -> DeviceTime:
         updates_s=updates_s - once_s,
         executor_s=executor_s,
         slowing_s=slowing_s,
-        waiting_s=done.prediction.gpu_seconds - computing_s - slowing_s,
+        waiting_s=done.prediction.gpu_seconds - computing_s - slowing_s - starved_s,
+        host_s=starved_s,
     )
 
 

@@ -265,10 +265,13 @@ class CompressionRate(Record, frozen=True, kw_only=True):
 
 
 class UnitTimes(Record, frozen=True, kw_only=True):
-    """What the unit of that ``name`` takes on other nodes: its shares as measured there."""
+    """What the unit of that ``name`` takes on other nodes: its shares as measured there, and what
+    hosts take to issue it."""
 
     name: str
     shares: tuple[ShareProfile, ...]
+    host_forward_s: Seconds = 0.0
+    host_backward_s: Seconds = 0.0
 
 
 class NodeTimes(Record, frozen=True, kw_only=True):
@@ -372,6 +375,11 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         # By canonical name: a tied parameter has several names and one memory.
         once = {p.shared: p.bytes for u in self.units for p in u.parameters}
         return sum(once.values())
+
+    @property
+    def issued_s(self) -> float:
+        """What a GPU's host takes to issue a forward and a backward; zero on CPUs."""
+        return sum(unit.host_forward_s + unit.host_backward_s for unit in self.units)
 
     def update_seconds_per_byte(self, optimizer: str, *, sharded: bool = False) -> float:
         """The measured update rate, Adam's and AdamW's for each other where one was not measured;

@@ -11,14 +11,13 @@ from typing import NamedTuple
 from ..cost.compute import backward_s, forward_s
 from ..cost.cost import CostModel
 from ..cost.ownership import PositionClass, position_classes
-from ..cost.step_time import host_s
 from ..schema.options import Decisions, Option
 from ..schema.plan import ScheduleName
 from ..schema.profile import ModelProfile
 from ..simulate.events import Simulation, Span
 from ..simulate.rank_classes import simulate_decisions
 from ..simulate.schedule import COMPUTE, step_of
-from .evaluate import rank_memory, seen_by
+from .evaluate import issued_s, rank_memory, seen_by
 
 # Steps that are simulated under priority; the last but one is told, so that what it sends late is
 # seen to arrive.
@@ -79,7 +78,7 @@ def timelines(
         ((simulated(each), each) for each in seen_by(model, decisions)),
         key=lambda one: one[0].step_s,
     )
-    step_s = found.issued_in(host_s(slow.chain(decisions))).step_s
+    step_s = found.issued_in(issued_s(slow, decisions, slow.chain(decisions))).step_s
     until_s = found.step_s  # the barrier's one step begins at zero
     # By priority a step's messages arrive while the next one computes. The last step has no next
     # one, so the step before it is taken, which ends where the last one begins.

@@ -149,7 +149,18 @@ def _simulated(
     chain = model.chain(decisions)
     step = step_of(model, decisions, chain, schedule)
     found = simulate_decisions(model, decisions, step, slowest=factor)
-    return chain, step, found.issued_in(host_s(chain))
+    return chain, step, found.issued_in(issued_s(model, decisions, chain))
+
+
+def issued_s(model: CostModel, decisions: Decisions, chain: Chain) -> float:
+    """What the host of the busiest rank issues in a step."""
+    if chain.host_s is None or not any(option.layout.first for option in decisions):
+        return host_s(chain)  # the rank at position 0 takes part in all units
+    layouts = [option.layout for option in decisions]
+    return max(
+        sum(float(chain.host_s[k]) for k, y in enumerate(layouts) if group.samples[y] is not None)
+        for group in position_classes(model.counts, layouts)
+    )
 
 
 def rank_memory(model: CostModel, decisions: Decisions) -> tuple[RankMemory, ...]:
@@ -213,7 +224,8 @@ def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> 
         model.world_size * unit_s(model, k, o) - idle_s(model, k, o)
         for k, o in enumerate(decisions)
     )
-    return min(whole, whole - model.world_size * result.compute_s + own)
+    computing_s = result.compute_s - result.host_s
+    return min(whole, whole - model.world_size * computing_s + own)
 
 
 def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import msgspec
 import pytest
 from meshwright.cli.render.documents import bound_sentence
+from meshwright.planner.cost.budget import single_device_batch_s
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.device_kinds import slowed
+from meshwright.planner.cost.device_kinds import slowed, with_profiles
 from meshwright.planner.cost.step_time import host_s
+from meshwright.planner.explain import why
 from meshwright.planner.explain.why import bottleneck, device_time
 from meshwright.planner.schema.cluster import StepOverhead
 from meshwright.planner.schema.goal import Goal
-from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.device_timelines import timelines
-from meshwright.planner.solve.evaluate import evaluation, make_plan
+from meshwright.planner.solve.evaluate import evaluation, issued_s, make_plan
 
 from tests.strategies import chain_profile, cluster, linear
 
@@ -113,15 +115,53 @@ def test_the_hosts_are_named_where_they_bind() -> None:
     assert "torch.compile" in sentence
     model = model_of(profile)
     done = evaluation(model, model.baseline)
-    # They wait, and are not slowed by communication.
+    # They wait for their hosts, not for each other, and are not slowed by communication.
     used = device_time(done)
     assert used.slowing_s == pytest.approx(0.0, abs=1e-9)
-    assert used.waiting_s == pytest.approx(2 * done.prediction.host_s, rel=1e-3)
+    assert used.waiting_s == pytest.approx(0.0, abs=1e-6)
+    assert used.host_s == pytest.approx(2 * done.prediction.host_s)
+    assert why.term_of(done, "barrier") == why.BindingTerm(hosts=True)
     shown = timelines(model, model.baseline, "barrier")
     assert shown.step_s == pytest.approx(plan.prediction.step_s)
 
 
-def test_slower_devices_have_slower_hosts() -> None:
-    """A run tells only that both together take longer."""
-    profile = slowed(profile_of(), 2.0)
-    assert profile.units[1].host_forward_s == 2 * FORWARD_S
+def test_slower_devices_have_slower_hosts_where_nothing_tells_them_apart() -> None:
+    (unit,), (other,) = ([slowed(profile_of(), 2.0, hosts=both).units[1]] for both in (False, True))
+    assert (unit.host_forward_s, other.host_forward_s) == (FORWARD_S, 2 * FORWARD_S)
+    assert (
+        unit.whole.forward(1)
+        == other.whole.forward(1)
+        == 2 * profile_of().units[1].whole.forward(1)
+    )
+
+
+def test_the_slowest_of_unequal_hosts_counts() -> None:
+    profile = profile_of()
+    slow = slowed(profile, 10.0, hosts=True)
+    joined = with_profiles(profile, {"n1": slow}, links())
+    model = CostModel(joined, links(), Goal(batch=4))
+    assert model.unit(2, HOME).host_s == pytest.approx(
+        10 * (FORWARD_S + BACKWARD_S + UPDATE_S) + OVERHEAD.parameter_s
+    )
+
+
+def test_one_device_has_a_host_as_well() -> None:
+    """What amplification counts in: else a plan for one device would be refused."""
+    model = model_of(profile_of(seconds_per_sample=1e-6))
+    assert single_device_batch_s(model) == pytest.approx(2 * (FORWARD_S + BACKWARD_S + UPDATE_S))
+    slow = model_of(profile_of(seconds_per_sample=1.0))
+    assert single_device_batch_s(slow) == pytest.approx(2 * 4 * 3.0)
+
+
+def test_a_host_issues_what_its_own_rank_does() -> None:
+    """Of branches side by side each rank has one."""
+    model = model_of(profile_of(seconds_per_sample=1e-6))
+    alone = [HOME._replace(layout=Layout(groups=1, first=n)) for n in range(2)]
+    decisions = (HOME, *alone, HOME)
+    each = ISSUED + UPDATE_S
+    assert issued_s(model, decisions, model.chain(decisions)) == pytest.approx(
+        each + OVERHEAD.step_s
+    )
+    assert issued_s(model, model.baseline, model.chain(model.baseline)) == pytest.approx(
+        2 * each + OVERHEAD.step_s
+    )

@@ -71,7 +71,9 @@ def test_updates_are_of_new_gradients_and_free_them(monkeypatch: pytest.MonkeyPa
         updated.extend(parameters)
         return torch.optim.SGD(parameters, 0.0)
 
-    def timed(update: Callable[[], object], device: torch.device) -> timing.Taken:
+    def timed(
+        update: Callable[[], object], device: torch.device, ahead_s: float = 0.0
+    ) -> timing.Taken:
         states.append(all(p.grad is not None for p in updated))
         update()
         states.append(all(p.grad is None for p in updated))

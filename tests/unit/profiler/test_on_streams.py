@@ -229,7 +229,7 @@ def clock(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     for module in (steps, timing):
         monkeypatch.setattr(module.time, "perf_counter", found.perf_counter)
-    monkeypatch.setattr(steps, "synchronise", synchronise)
+        monkeypatch.setattr(module, "synchronise", synchronise)
     monkeypatch.setattr(Event, "synchronize", wait)
     monkeypatch.setattr(
         timing,
@@ -270,3 +270,16 @@ def test_what_hosts_and_devices_take_is_told_apart(
         assert found.backward.get(unit, 0.0) == pytest.approx(2 * times * device_s, abs=1e-6)
     # In a row a step takes what the slower of both does.
     assert meter.whole_s[-1] == pytest.approx(max(6 * host_s, 12 * device_s), rel=0.3)
+
+
+def test_updates_of_a_gpu_are_its_own(streams: Streams, clock: Clock) -> None:
+    """What it waits for its host, which issues one operator after another, is the host's."""
+
+    def update() -> None:
+        for _ in range(3):
+            clock.now_s += 1e-3
+            streams.current.launch(1e-4, after=clock.now_s)
+
+    alone, behind = timing.timed(update, GPU), timing.timed(update, GPU, ahead_s=3e-3)
+    assert alone == (pytest.approx(3.1e-3), pytest.approx(3e-3))
+    assert behind == (pytest.approx(3e-4), pytest.approx(3e-3))
