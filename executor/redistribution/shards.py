@@ -7,17 +7,15 @@ members, made from what this rank holds, without communication: saving them on o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as DTensorShard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ...models.spec import ParameterCut
 from ...models.splits import join_parameter, slice_parameter
@@ -27,6 +25,17 @@ from ...planner.schema.plan import UnitPlan
 from ..comm.groups import Group, Place, World
 from ..comm.two_way import gather_rows
 from ..comm.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. To import these takes most of a second, which planning can do
+    without: where nobody has, nothing is one."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 class LocalShard(Tensor):
@@ -99,6 +108,8 @@ class Shard:
         placement = self._placement()
         if placement is None:
             return self._mark(local)
+        from torch.distributed.tensor import DTensor
+
         handle = self.group.handle
         assert handle is not None
         mesh = DeviceMesh.from_group(handle, local.device.type)
@@ -110,10 +121,12 @@ class Shard:
 
     def _placement(self) -> Placement | None:
         """How DTensor would call this division, None where it has no word for it."""
+        from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
         if not self.group.ascending:
             return None
         if self.cut.blocks == 1:
-            return DTensorShard(self.cut.dim)
+            return Shard(self.cut.dim)
         if self.full_shape[self.cut.dim] % (self.cut.blocks * self.degree):
             return None
         return _StridedShard(self.cut.dim, split_factor=self.cut.blocks)
@@ -124,7 +137,7 @@ class Shard:
 
     def accept(self, value: Tensor) -> Tensor:
         """The slice out of what a ``state_dict`` offers: the whole, or the same slice."""
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             same = value.placements == (self._placement(),) and value.shape == self.full_shape
             if same and value.device_mesh.mesh.tolist() == list(self.group.ranks):
                 return value.to_local()
@@ -215,7 +228,7 @@ class SubsetShard(Shard):
                 "full_state_dict"
             )
         if not self.here:
-            plain = value.to_local() if isinstance(value, DTensor) else value
+            plain = value.to_local() if is_dtensor(value) else value
             return torch.empty(0, dtype=plain.dtype, device=plain.device)
         return self.take(value) if self.slice_ is None else self.slice_.accept(value)
 
@@ -357,7 +370,7 @@ def gather_state(
         elif only is None or only in shard.group.ranks:
             if id(shard) not in done:
                 with torch.no_grad():
-                    local = value.to_local() if isinstance(value, DTensor) else value
+                    local = value.to_local() if is_dtensor(value) else value
                     plain = local.as_subclass(Tensor) if isinstance(local, LocalShard) else local
                 full = shard.gather(plain, watch)
                 # Where nobody asked for it the memory goes at once, tensor by tensor.

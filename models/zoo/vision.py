@@ -20,7 +20,8 @@ def he_normal(module: nn.Module) -> None:
     Keeps the size of activations the same from layer to layer under ReLU. With torch's default,
     which is √6 times smaller, a VGG hardly starts to learn and a shallow network takes longer.
     """
-    if isinstance(module, nn.Conv2d | nn.Linear):
+    # What has no values needs none: drawing them takes a second there, for what torch imports.
+    if isinstance(module, nn.Conv2d | nn.Linear) and not module.weight.is_meta:
         nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         if module.bias is not None:
             nn.init.zeros_(module.bias)
