@@ -34,10 +34,10 @@ from typing import Any
 HERE = Path(__file__).parent
 STARTUP_S = 60.0
 LEAVE = b"leave"
-# What every rank needs, or most: torch's optimizers import the compiler when the first of them is
-# made, and many models of tests are transformers'.
+# What every rank needs: torch's optimizers import the compiler when the first of them is made. Not
+# transformers, which looks for accelerate when it is imported, and few tests have that.
 IMPORTED = [
-    *("torch.distributed", "torch._dynamo", "transformers.modeling_utils"),
+    *("torch.distributed", "torch._dynamo"),
     *("meshwright.api", "meshwright.executor.apply", "meshwright.profiler.model"),
 ]
 
