@@ -37,7 +37,7 @@ LEAVE = b"leave"
 # What every rank needs: torch's optimizers import the compiler when the first of them is made. Not
 # transformers, which looks for accelerate when it is imported, and few tests have that.
 IMPORTED = [
-    *("torch.distributed", "torch._dynamo"),
+    *("torch.distributed", "torch.distributed.tensor", "torch._dynamo"),
     *("meshwright.api", "meshwright.executor.apply", "meshwright.profiler.model"),
 ]
 

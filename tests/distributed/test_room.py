@@ -53,6 +53,7 @@ def launched(plan: mw.Plan, folder: Path, free: int) -> tuple[mw.RunReport | Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_launch_plans_again_within_what_is_free(tmp_path):
     plan = planned()
     peak = max(plan.prediction.peak_bytes)
@@ -67,6 +68,7 @@ def test_launch_plans_again_within_what_is_free(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_launch_says_why_no_other_plan_fits(tmp_path):
     plan = planned()
     with pytest.raises(NoRoomError, match=r"and none was made that needs less \(.*: free some"):
