@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
@@ -42,24 +43,22 @@ PACED = 1.1
 """A device sets the pace of steps that take so many times as long as the host's part in them."""
 
 
+@dataclass
 class StepMeter:
     """Steps of a model on one batch, plain and with marks; the first of each warms up."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[UnitSpec],
-        batch: Batch,
-        loss: Loss,
-        device: torch.device,
-    ) -> None:
-        self.model, self.units, self.batch, self.loss = model, units, batch, loss
-        self.device = device
+    model: nn.Module
+    units: Sequence[UnitSpec]
+    batch: Batch
+    loss: Loss
+    device: torch.device
+    whole_s: list[float] = field(default_factory=list, init=False)
+    _marked: list[StepTimes] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
         # Anew for each size, so that graphs are of this one, as in training, and not of any.
-        self._whole = CompiledRegions(model)
-        self._parts = CompiledRegions(model, ancestors(m for unit in units for m in unit.modules))
-        self.whole_s: list[float] = []
-        self._marked: list[StepTimes] = []
+        parts = ancestors(name for unit in self.units for name in unit.modules)
+        self._whole, self._parts = CompiledRegions(self.model), CompiledRegions(self.model, parts)
 
     @property
     def compiles(self) -> bool:
@@ -94,20 +93,12 @@ class StepMeter:
         return StepTimes(*_scaled(_medians([(s.forward, s.backward) for s in marked]), step_s))
 
 
+@dataclass
 class StreamMeter(StepMeter):
     """The same on a GPU. See [Note: Host and device]."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[UnitSpec],
-        batch: Batch,
-        loss: Loss,
-        device: torch.device,
-    ) -> None:
-        super().__init__(model, units, batch, loss, device)
-        self._issued_s: list[float] = []
-        self._issued: list[StepTimes] = []
+    _issued_s: list[float] = field(default_factory=list, init=False)
+    _issued: list[StepTimes] = field(default_factory=list, init=False)
 
     def turn(self) -> float:
         start_s = time.perf_counter()

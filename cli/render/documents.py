@@ -230,9 +230,9 @@ FULL = 0.95
 # Times of batches this many times as large as those measured are on the measured line still.
 EXTRAPOLATED = 2
 # Recomputing that takes less of the step is not mentioned.
-# Of a step, what a GPU waits for its host that is worth saying.
-STARVED = 0.05
 RECOMPUTED = 0.02
+# Nor is what GPUs wait for their hosts, where it takes less.
+STARVED = 0.05
 
 
 # A gap up to which a plan is said to be the best: what solvers take for none.

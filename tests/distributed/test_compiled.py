@@ -229,7 +229,7 @@ def test_graphs_end_where_the_plan_has_something_to_do(
 
 
 def copies_are_plain(rank: int, way: str) -> None:
-    workload = network("mlp")
+    workload = network("gpt-tiny")
     made = plan_of(workload, "data parallel", "barrier", 2)
     model = WAYS[way](workload.model, "aot_eager")
     apply(model, None, made, timeout_s=50)

@@ -322,6 +322,15 @@ def test_styles_on_3_ranks(ranks):
     ranks(3)(all_styles, 3, [2, 3, 1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("counts", "placement"),
+    [([4, 1], None), ([0, 4], None), ([2, 1, 0, 3], [2, 0, 3, 1])],
+)
+def test_styles_on_unequal_shares_under_both_schedules(ranks, counts, placement):
+    ranks(len(counts))(all_styles, 2, counts, placement)
+
+
 def test_styles_in_two_groups(ranks):
     ranks(4)(all_styles, 2, [2, 1, 0, 3], [2, 0, 3, 1], schedules=SCHEDULES)
 

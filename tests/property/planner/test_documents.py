@@ -77,7 +77,7 @@ def paths(node, here=()):
 
 
 @cases
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(data=st.data())
 def test_hand_damaged_documents(cls, data):
     document = json.loads(encode(data.draw(RECORDS[cls])))
@@ -107,7 +107,7 @@ def damage(document, data):
 
 
 @cases
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_truncated_and_overwritten_bytes(cls, data):
     written = bytearray(encode(data.draw(RECORDS[cls])))

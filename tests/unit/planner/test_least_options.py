@@ -13,7 +13,7 @@ from tests.problems import problem
 
 
 def only_memory_limited(seed, varied=False):
-    made = problem(seed, most=100_000, varied=varied)  # its best of all is looked for
+    made = problem(seed, varied=varied)
     goal = msgspec.structs.replace(
         made.goal, memory_limit_bytes=1000, amplification_limit=None, time_limit_s=None,
         unit_amplification_limit=None,

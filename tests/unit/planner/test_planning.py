@@ -173,7 +173,7 @@ def test_small_slices_are_no_excuse_for_a_slow_baseline():
 
 
 def test_the_planner_never_claims_more_than_its_baseline(vgg16):
-    for rate in (1e6, 1e9, 1e12):
+    for rate in (1e6, 1e8, 1e9, 1e10, 1e12):
         plan = planned(vgg16, cluster(RANKS, inter=rate), batch=64)
         assert plan.prediction.step_s <= plan.baseline.step_s * (1 + 1e-9)
 
