@@ -252,7 +252,7 @@ def _answer(
     if not dist.is_initialized():
         prefixed = dist.PrefixStore(f"call/{number}", store)
         dist.init_process_group(
-            backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=30)
+            backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=50)
         )
     environment = dict(os.environ)
     try:

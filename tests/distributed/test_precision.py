@@ -79,7 +79,7 @@ def workload(name: str) -> mw.Workload:
 @cache
 def profiled(name: str, precision: Precision) -> ModelProfile:
     return profile(
-        in_precision(workload(name), precision), batches=(2, 4, 8, 16), repeats=1,
+        in_precision(workload(name), precision), batches=(2, 4, 8), repeats=1,
         degrees=(WORLD,), budget_s=10,
     )  # fmt: skip
 
