@@ -70,10 +70,10 @@ class Training:
 
     def spawn(self, log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[Any]:
         """Its launcher, which writes into ``log``."""
-        told = {"OMP_NUM_THREADS": "1", "MESHWRIGHT_CACHE": str(self.folder / "cache")}
         return subprocess.Popen(
             [sys.executable, "-m", "meshwright", "launch", *self.arguments],
-            cwd=self.folder, env={**os.environ, **told, **environment}, stdout=log, stderr=log,
+            cwd=self.folder, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdout=log, stderr=log,
         )  # fmt: skip
 
     @property

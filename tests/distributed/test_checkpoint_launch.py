@@ -39,7 +39,7 @@ def launch(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-m", "meshwright", "launch", *map(str, arguments)],
         capture_output=True, text=True, timeout=200, cwd=folder, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MESHWRIGHT_CACHE": str(folder / "cache")},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 

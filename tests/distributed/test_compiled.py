@@ -192,7 +192,7 @@ def test_other_models(ranks, name, layout, way):
 
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("layout", sampled(list(LAYOUTS), 2))
+@pytest.mark.parametrize("layout", sampled(list(LAYOUTS), 1))
 def test_with_inductor(ranks, layout):
     ranks(2)(
         trains, 2, "gpt-tiny", layout, "priority", "by_blocks", "before", "inductor", limit_s=600

@@ -361,8 +361,7 @@ def test_accelerate_trains_as_our_loop(two, tmp_path, kind, parts, mixed):
 
 
 @frameworks.needs("accelerate")
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", sampled(PLANS, 2))
 def test_accelerate_saves_and_goes_on(two, tmp_path, kind):
     two(accelerate_saves, str(tmp_path), kind, limit_s=100)
 
@@ -374,8 +373,7 @@ def test_fabric_trains_as_our_loop(two, tmp_path, kind, parts, mixed):
 
 
 @frameworks.needs("lightning_fabric")
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", sampled(PLANS, 2))
 def test_fabric_saves_and_goes_on(two, tmp_path, kind):
     two(fabric_saves, str(tmp_path), kind, limit_s=100)
 

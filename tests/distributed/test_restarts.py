@@ -73,7 +73,7 @@ def ends_as_undisturbed(folder: Path, kinds: list[str], seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_three_kills(tmp_path: Path):
     ends_as_undisturbed(tmp_path, ["rank", "writing", "launcher"], 1)
 

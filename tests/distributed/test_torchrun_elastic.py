@@ -81,7 +81,6 @@ class Agents:
     def start(self) -> subprocess.Popen[bytes]:
         told = {
             "OMP_NUM_THREADS": "1",
-            "MESHWRIGHT_CACHE": str(self.folder / "cache"),
             # Else one that stays rank 0 does not tell a new one where to meet (torch 2.13).
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }

@@ -522,7 +522,7 @@ def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=150,
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MESHWRIGHT_CACHE": str(cwd / "cache")},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
 
