@@ -55,7 +55,8 @@ here = Path(__file__).parent
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.manual_seed(0)
 workload = zoo.build("mlp")
-optimizer = torch.optim.Adam(workload.model.parameters())
+# With so large an eps, or steps of gradients that are but rounding are as long as others.
+optimizer = torch.optim.Adam(workload.model.parameters(), eps=1e-3)
 model, optimizer, plan = mw.auto_parallelize(workload.model, optimizer)
 assert plan.world_size == world
 each = 24 // world
@@ -203,7 +204,7 @@ def test_hosts_go_and_come_back(hosts, monkeypatch, tmp_path, count, lost):
         assert after[0] == before[0] + 1 or (after[0] <= before[0] and after[0] % 10 == 0)
     expected = alone(end)
     for step, _, loss in rows:
-        assert loss == pytest.approx(expected[step], rel=1e-2), step
+        assert loss == pytest.approx(expected[step], rel=1e-4), step
     assert f"planned again for {count - 1} of {count} hosts: for {count - 1} ranks" in said
     answers = "answers" if len(lost) == 1 else "answer"
     assert f"{answers} again: stopped at the checkpoint of step" in said
@@ -220,7 +221,7 @@ def alone(steps: int) -> list[float]:
     """The losses of the same training by one process."""
     torch.manual_seed(0)
     workload = zoo.build("mlp")
-    optimizer = torch.optim.Adam(workload.model.parameters())
+    optimizer = torch.optim.Adam(workload.model.parameters(), eps=1e-3)
     found = []
     for step in range(steps):
         torch.manual_seed(step)
