@@ -56,6 +56,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of a command that is started: one thread, as ranks share the cores, and ``more``."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
 class Training:
     """One training in ``folder``, by as many launches as it takes."""
 
@@ -64,16 +69,15 @@ class Training:
         self.folder, self.arguments, self.seen = folder, arguments, set[int]()
         self.launcher: subprocess.Popen[Any] | None = None
 
-    def start(self, **environment: str) -> None:
+    def start(self, **more: str) -> None:
         with (self.folder / "log").open("ab") as log:
-            self.launcher = self.spawn(log, environment)
+            self.launcher = self.spawn(log, more)
 
-    def spawn(self, log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[Any]:
+    def spawn(self, log: IO[bytes], more: Mapping[str, str]) -> subprocess.Popen[Any]:
         """Its launcher, which writes into ``log``."""
         return subprocess.Popen(
             [sys.executable, "-m", "meshwright", "launch", *self.arguments],
-            cwd=self.folder, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdout=log, stderr=log,
+            cwd=self.folder, env=environment(**more), stdout=log, stderr=log,
         )  # fmt: skip
 
     @property

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from launched import environment
 from meshwright.executor.checkpoint.folder import steps_in
 from meshwright.models import zoo
 from meshwright.models.units.discover import discover
@@ -39,7 +39,7 @@ def launch(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-m", "meshwright", "launch", *map(str, arguments)],
         capture_output=True, text=True, timeout=200, cwd=folder, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from launched import environment
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
@@ -22,10 +22,6 @@ from tests.traces import check_trace, tracks
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 pytestmark = pytest.mark.timeout(400)
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def command(*arguments: object, cwd: Path, limit_s: float = 300) -> str:

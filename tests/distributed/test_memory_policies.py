@@ -256,13 +256,17 @@ def test_recompute_gathers_no_more(ranks):
         assert all(found[0]), "none was seen"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_recompute_in_a_hybrid(ranks):
-    cases = [
-        *((name, "barrier", "dense") for name in ("gpt-tiny", "bert-tiny")),
-        *((name, "priority", "dense") for name in ("gpt-tiny", "vgg11-32", "bert-tiny")),
-    ]
+@pytest.mark.parametrize(
+    ("schedule", "names"),
+    [
+        pytest.param("barrier", ("gpt-tiny", "bert-tiny"), marks=pytest.mark.slow),
+        pytest.param("priority", ("gpt-tiny", "vgg11-32", "bert-tiny"), marks=pytest.mark.slow),
+        pytest.param("barrier", ("vgg11-32",), marks=pytest.mark.long),
+    ],
+)
+def test_recompute_in_a_hybrid(ranks, schedule, names):
+    cases = [(name, schedule, "dense") for name in names]
     ranks(4)(recompute_is_keep, cases, 2, "global", limit_s=280)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from launched import environment
 from meshwright.executor.launch import verify as verification
 from meshwright.executor.launch.train import run_steps
 from meshwright.executor.launch.verify import verify_on_ranks
@@ -522,7 +522,7 @@ def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=150,
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         check=False,
     )
 

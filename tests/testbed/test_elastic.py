@@ -257,10 +257,10 @@ class TrainingOverSsh(Training):
         super().__init__(folder, arguments)
         self.hosts, self.members = hosts, hosts.bed.hosts[1:3]
 
-    def spawn(self, log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[Any]:
+    def spawn(self, log: IO[bytes], more: Mapping[str, str]) -> subprocess.Popen[Any]:
         return self.hosts.start(
             *self.arguments, "--folder", str(self.folder), plan=str(self.folder / "plan.json"),
-            hosts=under(NAMES[:2]), environment=environment, stdout=log, stderr=log,
+            hosts=under(NAMES[:2]), environment=more, stdout=log, stderr=log,
         )  # fmt: skip
 
     def ended(self) -> int:
