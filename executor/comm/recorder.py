@@ -8,8 +8,8 @@ Only while a few steps are recorded for a trace; nothing here runs otherwise. Mo
 # [Note: How messages are recorded]
 # A collective's own end is told by the future of its work: gloo's thread that completes it calls
 # back, and NCCL's future gives a stream that waits for it, on which an event is as late as that.
-# The works are made in many places, all by functions of ``torch.distributed``: these are replaced
-# while steps are recorded.
+# The works are made in many places, all by functions of ``torch.distributed`` or by the exchange of
+# pairwise.py: these are replaced while steps are recorded.
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import pairwise
 from .groups import Group
 from .moments import Moment, now
 from .worker_threads import in_worker
@@ -32,8 +33,7 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_single", "all_gather_into_tensor", "all_to_all_single",
     "reduce_scatter_single", "reduce_scatter_tensor", "broadcast",
 )  # fmt: skip
-"""The functions by which messages are sent here, as different versions of torch call them."""
-
+"""torch's functions by which messages are sent here, as different versions of it call them."""
 
 BETWEEN = "between units"
 """What is computed, but not by a unit."""
@@ -142,11 +142,11 @@ class StepRecorder:
 
     def watch_messages(self) -> None:
         """Records messages from now on, until ``end``. See [Note: How messages are recorded]."""
-        for name in COLLECTIVES:
-            before = getattr(dist, name, None)
+        for module, name in (*((dist, name) for name in COLLECTIVES), (pairwise, "exchange")):
+            before = getattr(module, name, None)
             if before is not None:
-                setattr(dist, name, self._recording(before, name))
-                self._undo.callback(setattr, dist, name, before)
+                setattr(module, name, self._recording(before, name))
+                self._undo.callback(setattr, module, name, before)
 
     def end(self) -> None:
         """Records nothing more of messages that are sent later."""

@@ -9,17 +9,18 @@
 # or 346 ms, about as often (torch 2.13; gloo's all-reduce goes in small pieces, and does not).
 # Here what goes to higher ranks and what goes to lower ones have a process group each: no request
 # stands behind a message. An all-gather of two ranks is the same exchange; of more ranks gloo's is
-# a ring, in which a rank sends to one and receives from another.
+# a ring, in which a rank sends to one and receives from another. Why these are no all-to-alls of
+# gloo's: see [Note: Messages between pairs] in pairwise.py.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import pairwise
 from .buffers import alias_for_comm
 from .groups import Group
 
@@ -27,65 +28,20 @@ Issued = tuple[dist.Work, list[Tensor]]
 """What is under way, and the tensors that the library has."""
 
 
-class BothWays(dist.Work):
-    """The works of one exchange."""
-
-    def __init__(self, *works: dist.Work) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
 def all_to_all(
     into: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
 ) -> Issued:
     """Starts to send ``sent`` rows of ``out`` to the ranks of the group, in torch's order, and to
     receive so many from them. Collective."""
-    if not _two_way(group):
-        return _issued(into, out, received, sent, group.handle)
-    me = group.group_ranks[group.member]
-    # What a rank keeps goes the first way.
-    to_higher = [n if rank >= me else 0 for rank, n in enumerate(sent)]
-    from_lower = [n if rank <= me else 0 for rank, n in enumerate(received)]
-    to_lower, from_higher = _rest(sent, to_higher), _rest(received, from_lower)
-    ways = (
-        (into[: sum(from_lower)], out[sum(to_lower) :], from_lower, to_higher, group.handle),
-        (into[sum(from_lower) :], out[: sum(to_lower)], from_higher, to_lower, group.opposite),
-    )
-    issued = [_issued(*way) for way in ways]
-    return BothWays(*(work for work, _ in issued)), [t for _, held in issued for t in held]
-
-
-def _issued(
-    into: Tensor,
-    out: Tensor,
-    received: Sequence[int],
-    sent: Sequence[int],
-    handle: dist.ProcessGroup | None,
-) -> Issued:
     into, out = alias_for_comm(into), alias_for_comm(out)
+    handle, opposite = group.handle, group.opposite
+    if handle is not None and opposite is not None and not group.on_stream:
+        messages = pairwise.exchange(into, out, received, sent, group=handle, opposite=opposite)
+        return messages, [into, out]
     work = dist.all_to_all_single(
         into, out, list(received), list(sent), group=handle, async_op=True
     )
     return work, [into, out]
-
-
-def _two_way(group: Group) -> bool:
-    return group.opposite is not None and not group.on_stream
-
-
-def _rest(every: Sequence[int], part: Sequence[int]) -> list[int]:
-    return [a - b for a, b in zip(every, part, strict=True)]
 
 
 def gather_rows(rows: Tensor, own: Tensor, group: Group) -> Issued:
@@ -97,7 +53,7 @@ def gather_rows(rows: Tensor, own: Tensor, group: Group) -> Issued:
         # torch 2.13 renamed it; the old name warns there.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(into, mine, group=group.handle, async_op=True), [into, mine]
-    if _two_way(group) and group.size == 2:
+    if group.opposite is not None and not group.on_stream and group.size == 2:
         me = group.group_ranks[group.member]
         rows[me].view(-1).copy_(own.view(-1))
         # Bytes travel, so that every dtype does.

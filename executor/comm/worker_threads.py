@@ -22,6 +22,9 @@ LEAVE_S = 3.0
 """So long a process that ends waits for what it has started."""
 STOP_S = 0.5
 """So long for a thread that was told to stop: it may be reading from a host that is gone."""
+LINGER_S = 0.05
+"""So long a thread that is needed many times in a step waits for more to do: starting one takes the
+thread that trains until the new one gets a turn."""
 _threads: WeakKeyDictionary[threading.Thread, threading.Event | None] = WeakKeyDictionary()
 _left: list[dist.Work] = []
 
@@ -54,24 +57,26 @@ def with_current_modes(work: Callable[[], None]) -> Callable[[], None]:
 
 class IssueQueue:
     """Runs pieces of work in the order in which they are submitted: at once, or in a thread of that
-    name that ends when there is nothing left to do."""
+    name that ends when there is nothing left to do and nothing has come for ``linger_s``.
+    ``computes``: whether they make tensors, and do not only wait."""
 
     # One thread at a time issues on a process group, or their order could differ between ranks: the
     # one that trains, or one that waits in its stead.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
+    def __init__(self, name: str, *, linger_s: float = 0.0, computes: bool = True) -> None:
+        self._name, self._linger_s, self._computes = name, linger_s, computes
+        self._submitted = threading.Condition()
         self._waiting: deque[Callable[[], None]] = deque()
         self._running = False
 
     def submit(self, work: Callable[[], None], *, in_thread: bool) -> None:
         """Does it now unless ``in_thread``, or others have to be done first."""
-        with self._lock:
+        with self._submitted:
             start = not self._running
             if self._running or in_thread:
-                self._waiting.append(with_current_modes(work))
+                self._waiting.append(with_current_modes(work) if self._computes else work)
                 self._running = True
+                self._submitted.notify()
         if start and in_thread:
             spawn(self._name, self._run)
         elif start:
@@ -79,13 +84,16 @@ class IssueQueue:
 
     def _run(self) -> None:
         while True:
-            with self._lock:
+            with self._submitted:
+                if not self._waiting and self._linger_s:
+                    self._submitted.wait(self._linger_s)
                 if not self._waiting:
                     self._running = False
                     return
                 work = self._waiting.popleft()
             with torch.no_grad():
                 work()
+            del work  # it may hold tensors
 
 
 def in_worker() -> bool:

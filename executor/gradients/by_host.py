@@ -36,7 +36,7 @@ from ..comm.buffers import alias_for_comm, release_comm_buffers
 from ..comm.groups import Group, HostGroups
 from ..comm.two_way import all_to_all
 from ..comm.watchdog import Watchdog
-from ..comm.worker_threads import IssueQueue
+from ..comm.worker_threads import LINGER_S, IssueQueue
 from .buckets import GradParam
 from .flat_shard import as_bytes
 from .slices import GradGroup, Slice
@@ -59,8 +59,8 @@ class Stages:
 
     def __init__(self, hosts: HostGroups, watch: Watchdog) -> None:
         self._hosts, self._watch = hosts, watch.for_thread()
-        self._adding = IssueQueue("meshwright sums of a host")
-        self._gathering = IssueQueue("meshwright sums of all hosts")
+        self._adding = IssueQueue("meshwright sums of a host", linger_s=LINGER_S)
+        self._gathering = IssueQueue("meshwright sums of all hosts", linger_s=LINGER_S)
 
     def average(self, wire: Tensor, dtype: torch.dtype, divisor: int, doing: str) -> Future[None]:
         """Starts to put the sum over all ranks, over ``divisor``, in the place of ``wire``, which

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from meshwright.executor.comm.buffers import release_comm_buffers
 from meshwright.executor.comm.groups import Group, make_world
 from meshwright.executor.comm.two_way import all_to_all, gather_rows
 from torch import Tensor
@@ -54,6 +58,49 @@ def both(_: int) -> tuple[list[Row], list[Row]]:
 def test_both_ways_bring_the_same(ranks: Callable[[int], Ranks], size: int) -> None:
     for found, expected in ranks(size)(both):
         assert found == expected
+
+
+def late_messages(rank: int) -> list[object]:
+    """What a rank that asks early knows of messages that the other sends late."""
+    group, found = two_way_group(), []
+    other = [0 if r == rank else 3 for r in range(2)]
+    rows = [(torch.zeros(3), torch.full((3,), float(n))) for n in range(20)]
+    if rank == 1:
+        time.sleep(1.0)
+    works = [all_to_all(into, out, other, other, group)[0] for into, out in rows]
+    if rank == 0:
+        found.append(works[0].is_completed())
+        with pytest.raises(RuntimeError):
+            works[0].wait(timedelta(seconds=0.1))
+    until = time.monotonic() + 20
+    while not works[-1].is_completed() and time.monotonic() < until:
+        time.sleep(0.01)
+    # Nobody has waited for any of them.
+    return [*found, all(work.is_completed() for work in works), [r[0].tolist() for r in rows]]
+
+
+def test_messages_arrive_in_order_whoever_waits(ranks: Callable[[int], Ranks]) -> None:
+    arrived = [[float(n)] * 3 for n in range(20)]
+    assert ranks(2)(late_messages) == [[False, True, arrived], [True, arrived]]
+
+
+def held_when_told(_: int) -> list[bool]:
+    """Whether tensors are alive when an exchange says that it has ended."""
+    group, found = two_way_group(), []
+    counts = [0 if r == group.member else 4 for r in range(2)]
+    for _ in range(20):
+        into, out = torch.zeros(4), torch.ones(4)
+        alive = [weakref.ref(t.untyped_storage()) for t in (into, out)]
+        work, held = all_to_all(into, out, counts, counts, group)
+        work.wait()
+        release_comm_buffers(held)
+        del into, out, held
+        found.append(any(ref() is not None for ref in alive))
+    return found
+
+
+def test_an_exchange_that_has_ended_holds_no_memory(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2)(held_when_told) == [[False] * 20] * 2
 
 
 def held_by_others(_: int) -> list[int]:

@@ -74,3 +74,23 @@ def test_what_ends_by_itself_is_finished_before_another_run_and_nothing_else_is(
     )
     assert done.stdout.split() == ["done", "next", "2", "over"]
     assert done.returncode == 0, done.stderr
+
+
+def test_a_queue_s_thread_waits_for_more_and_ends():
+    done, _ = ended(
+        "queue = worker_threads.IssueQueue('queue', linger_s=0.5)\n"
+        "seen, both = [], threading.Event()\n"
+        "def work():\n"
+        "    seen.append(threading.current_thread())\n    len(seen) == 2 and both.set()\n"
+        "queue.submit(work, in_thread=True)\n"
+        "time.sleep(0.1)\n"
+        "queue.submit(work, in_thread=True)\n"
+        "both.wait(20)\n"
+        "print(len(set(seen)), seen[0] is not threading.main_thread())\n"
+        "worker_threads.finish_all(20)\n"
+        "print(threading.active_count())\n"
+        "queue.submit(lambda: print('again'), in_thread=True)\n"
+        "worker_threads.finish_all(20)\n"
+    )
+    assert done.stdout.split() == ["1", "True", "1", "again", "over"]
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,110 @@
+"""An exchange on gloo as messages between pairs of ranks, all under way at once."""
+
+# [Note: Messages between pairs]
+# gloo runs two collectives of a process group at a time, in two threads, and a rank asks for a
+# message no earlier than its collective runs. Of many that were issued the third is asked for when
+# one of the first has arrived: until the request has come, and threads had their turns, the link is
+# idle. Messages between pairs are asked for and handed over when they are issued, however many
+# there are. Those of a pair arrive in the order in which they were issued.
+#
+# Their works tell nothing before somebody waits for them, and a wait that runs out of time closes
+# the connection. So a thread waits for them without a limit, in their order, and tells who asks.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .worker_threads import LINGER_S, IssueQueue
+
+
+class PairwiseWork(dist.Work):
+    """What one exchange has under way."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+        self._done: Future[None] = Future()
+
+    def finish(self) -> None:
+        """Waits for the messages, and tells who waits for the exchange."""
+        error: BaseException | None = None
+        try:
+            while self._works:
+                self._works.pop().wait()
+        except BaseException as failure:  # raised where somebody waits
+            error = failure
+        self._works.clear()  # before it is told: works hold their tensors
+        if error is None:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises ``RuntimeError`` where a message has failed or time has run out, as others do."""
+        try:
+            self._done.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError:
+            raise RuntimeError("messages between ranks are still under way") from None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def get_future(self) -> Any:
+        """As of other works, to be told of its end."""
+        return self._done
+
+
+_waiting: WeakKeyDictionary[dist.ProcessGroup, IssueQueue] = WeakKeyDictionary()
+"""By the process group of messages to higher ranks, the thread that waits for what goes in both."""
+
+
+def exchange(
+    into: Tensor,
+    out: Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    *,
+    group: dist.ProcessGroup,
+    opposite: dist.ProcessGroup,
+) -> PairwiseWork:
+    """Starts to send ``sent`` rows of ``out`` to the ranks of ``group``, in torch's order, and to
+    receive so many from them ``into``; what goes to lower ranks in ``opposite``. Collective."""
+    me = dist.get_rank(group)
+    arriving, leaving = torch.split(into, list(received)), torch.split(out, list(sent))
+    if sent[me]:
+        arriving[me].copy_(leaving[me])
+    others = [rank for rank in range(len(sent)) if rank != me]
+    # Requests first: a message may leave at once and would stand before them.
+    works = [
+        dist.irecv(arriving[rank], group=group if rank < me else opposite, group_src=rank)
+        for rank in others
+        if received[rank]
+    ]
+    works += [
+        dist.isend(leaving[rank], group=group if rank > me else opposite, group_dst=rank)
+        for rank in others
+        if sent[rank]
+    ]
+    work = PairwiseWork([one for one in works if one is not None])
+    if works:
+        _queue_of(group).submit(work.finish, in_thread=True)
+    else:
+        work.finish()
+    return work
+
+
+def _queue_of(group: dist.ProcessGroup) -> IssueQueue:
+    queue = _waiting.get(group)
+    if queue is None:
+        queue = IssueQueue("meshwright messages", linger_s=LINGER_S, computes=False)
+        _waiting[group] = queue
+    return queue
