@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -405,7 +406,21 @@ def test_every_unit_is_measured_divided_before_any_is_at_a_larger_degree(monkeyp
         assert {share.degree for share in found.unit(name).shares} == {1, 2, 4}
 
 
+class Slow(nn.Module):
+    """A layer that takes a twentieth of a second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return x
+
+
 def test_dividing_has_a_part_of_the_time_although_it_was_spent_before():
-    """Three steps of two sizes each take longer than a hundredth of a second."""
-    found = profile(models.build("mlp"), batches=(64, 128), degrees=(2,), repeats=1, budget_s=0.01)
+    """Three steps of two sizes each take longer than a fifth of a second."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), Slow(), nn.Linear(64, 4))
+
+    def make_batch(size: int) -> Batch:
+        return Batch((torch.randn(size, 8),), torch.randint(4, (size,)))
+
+    slow = Workload("slow", model, make_batch, F.cross_entropy)
+    found = profile(slow, batches=(64, 128), degrees=(2,), repeats=1, budget_s=0.2)
     assert any(share.degree == 2 for unit in found.units for share in unit.shares)
