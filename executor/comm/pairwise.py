@@ -3,9 +3,10 @@
 # [Note: Messages between pairs]
 # gloo runs two collectives of a process group at a time, in two threads, and a rank asks for a
 # message no earlier than its collective runs. Of many that were issued the third is asked for when
-# one of the first has arrived: until the request has come, and threads had their turns, the link is
-# idle. Messages between pairs are asked for and handed over when they are issued, however many
-# there are. Those of a pair arrive in the order in which they were issued.
+# one of the first has arrived and a thread has had its turn, which it waits for where the processor
+# computes: the link is idle meanwhile, and small gradients come late (docs/results/lossy.md).
+# Messages between pairs are asked for and handed over when they are issued, however many there
+# are. Those of a pair arrive in the order in which they were issued.
 #
 # Their works tell nothing before somebody waits for them, and a wait that runs out of time closes
 # the connection. So a thread waits for them without a limit, in their order, and tells who asks.
