@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -97,15 +99,30 @@ def exchange(
     ]
     work = PairwiseWork([one for one in works if one is not None])
     if works:
-        _queue_of(group).submit(work.finish, in_thread=True)
+        _queue_of(group, opposite).submit(work.finish, in_thread=True)
     else:
         work.finish()
     return work
 
 
-def _queue_of(group: dist.ProcessGroup) -> IssueQueue:
+def _queue_of(group: dist.ProcessGroup, opposite: dist.ProcessGroup) -> IssueQueue:
     queue = _waiting.get(group)
     if queue is None:
-        queue = IssueQueue("meshwright messages", linger_s=LINGER_S, computes=False)
+        # By weak references: what the dictionary holds must not hold its key.
+        cut = partial(_close, ref(group), ref(opposite))
+        queue = IssueQueue("meshwright messages", linger_s=LINGER_S, computes=False, cut=cut)
         _waiting[group] = queue
     return queue
+
+
+def _close(*groups: ref[dist.ProcessGroup]) -> None:
+    """Closes the connections of process groups, and so fails what waits for their messages."""
+    for group in (reference() for reference in groups):
+        if group is None:
+            continue
+        other = (group.rank() + 1) % group.size()
+        # A wait that runs out of time does it, and raises.
+        with suppress(Exception):  # the process ends: nobody is left to be told
+            never = dist.irecv(torch.empty(1), group=group, group_src=other)
+            if never is not None:
+                never.wait(timedelta(milliseconds=1))

@@ -3,7 +3,8 @@
 # A thread that comes out of a library's code while the interpreter is ending is ended by Python in
 # the midst of it, which C++ may answer with ``terminate``: the process aborts after all its work
 # was done. So the end waits for the threads that were started here, whoever still knows of them,
-# and for collectives whose model is gone. Not for long: peers may be gone too.
+# and for collectives whose model is gone. Not for long: peers may be gone too. What waits for them
+# inside a library without a limit is cut off then.
 
 import atexit
 import threading
@@ -26,18 +27,25 @@ LINGER_S = 0.05
 """So long a thread that is needed many times in a step waits for more to do: starting one takes the
 thread that trains until the new one gets a turn."""
 _threads: WeakKeyDictionary[threading.Thread, threading.Event | None] = WeakKeyDictionary()
+_cuts: WeakKeyDictionary[threading.Thread, Callable[[], None]] = WeakKeyDictionary()
+"""What ends the waiting of a thread that nothing else can end."""
 _left: list[dist.Work] = []
 
 
 def spawn(
-    name: str, work: Callable[[], None], stop: threading.Event | None = None
+    name: str,
+    work: Callable[[], None],
+    stop: threading.Event | None = None,
+    cut: Callable[[], None] | None = None,
 ) -> threading.Thread:
     """Runs ``work()`` in a thread of that name. It ends by itself, or where it would not, soon
-    after ``stop`` is set."""
+    after ``stop`` is set; ``cut()`` ends what it waits for when the process ends without it."""
     # A daemon: a rank that has lost its peers must be able to end.
     thread = threading.Thread(target=work, name=name, daemon=True)
     _when_it_ends()
     _threads[thread] = stop
+    if cut is not None:
+        _cuts[thread] = cut
     thread.start()
     return thread
 
@@ -58,13 +66,20 @@ def with_current_modes(work: Callable[[], None]) -> Callable[[], None]:
 class IssueQueue:
     """Runs pieces of work in the order in which they are submitted: at once, or in a thread of that
     name that ends when there is nothing left to do and nothing has come for ``linger_s``.
-    ``computes``: whether they make tensors, and do not only wait."""
+    ``computes``: whether they make tensors, and do not only wait. ``cut`` as ``spawn`` has it."""
 
     # One thread at a time issues on a process group, or their order could differ between ranks: the
     # one that trains, or one that waits in its stead.
 
-    def __init__(self, name: str, *, linger_s: float = 0.0, computes: bool = True) -> None:
-        self._name, self._linger_s, self._computes = name, linger_s, computes
+    def __init__(
+        self,
+        name: str,
+        *,
+        linger_s: float = 0.0,
+        computes: bool = True,
+        cut: Callable[[], None] | None = None,
+    ) -> None:
+        self._name, self._linger_s, self._computes, self._cut = name, linger_s, computes, cut
         self._submitted = threading.Condition()
         self._waiting: deque[Callable[[], None]] = deque()
         self._running = False
@@ -78,7 +93,7 @@ class IssueQueue:
                 self._running = True
                 self._submitted.notify()
         if start and in_thread:
-            spawn(self._name, self._run)
+            spawn(self._name, self._run, cut=self._cut)
         elif start:
             work()
 
@@ -131,5 +146,9 @@ def _let_end() -> None:
             stop.set()
     for thread, told in list(_threads.items()):
         thread.join(max(min(end_s - time.monotonic(), STOP_S if told else LEAVE_S), 0.0))
+    for thread, cut in list(_cuts.items()):
+        if thread.is_alive():
+            cut()
+            thread.join(STOP_S)
     while time.monotonic() < end_s and any(not work.is_completed() for work in _left):
         time.sleep(0.01)
