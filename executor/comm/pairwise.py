@@ -81,7 +81,7 @@ def exchange(
 ) -> PairwiseWork:
     """Starts to send ``sent`` rows of ``out`` to the ranks of ``group``, in torch's order, and to
     receive so many from them ``into``; what goes to lower ranks in ``opposite``. Collective."""
-    me = dist.get_rank(group)
+    me = group.rank()  # which it knows even after the process has left its groups
     arriving, leaving = torch.split(into, list(received)), torch.split(out, list(sent))
     if sent[me]:
         arriving[me].copy_(leaving[me])
