@@ -29,26 +29,36 @@ from .worker_threads import LINGER_S, IssueQueue
 
 
 class PairwiseWork(dist.Work):
-    """What one exchange has under way."""
+    """What one exchange has under way in ``groups``."""
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    def __init__(self, *groups: dist.ProcessGroup) -> None:
         super().__init__()
-        self._works = works
+        self._groups = groups  # as long as somebody waits, so that they can be closed
+        self._works: list[dist.Work] = []
         self._done: Future[None] = Future()
+
+    def add(self, work: dist.Work | None) -> None:
+        """One message more."""
+        if work is not None:
+            self._works.append(work)
 
     def finish(self) -> None:
         """Waits for the messages, and tells who waits for the exchange."""
-        error: BaseException | None = None
         try:
             while self._works:
-                self._works.pop().wait()
+                self._works[-1].wait()
+                self._works.pop()  # before it is told: works hold their tensors
         except BaseException as failure:  # raised where somebody waits
-            error = failure
-        self._works.clear()  # before it is told: works hold their tensors
-        if error is None:
-            self._done.set_result(None)
+            self.fail(failure)
         else:
-            self._done.set_exception(error)
+            self._groups = ()
+            self._done.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with that. What other ranks may still send keeps its memory."""
+        _lost.extend(self._works)
+        self._works, self._groups = [], ()
+        self._done.set_exception(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises ``RuntimeError`` where a message has failed or time has run out, as others do."""
@@ -66,6 +76,8 @@ class PairwiseWork(dist.Work):
         return self._done
 
 
+_lost: list[dist.Work] = []
+"""Messages of exchanges that have failed, as those end a run."""
 _waiting: WeakKeyDictionary[dist.ProcessGroup, IssueQueue] = WeakKeyDictionary()
 """By the process group of messages to higher ranks, the thread that waits for what goes in both."""
 
@@ -86,22 +98,24 @@ def exchange(
     if sent[me]:
         arriving[me].copy_(leaving[me])
     others = [rank for rank in range(len(sent)) if rank != me]
-    # Requests first: a message may leave at once and would stand before them.
-    works = [
-        dist.irecv(arriving[rank], group=group if rank < me else opposite, group_src=rank)
-        for rank in others
-        if received[rank]
-    ]
-    works += [
-        dist.isend(leaving[rank], group=group if rank > me else opposite, group_dst=rank)
-        for rank in others
-        if sent[rank]
-    ]
-    work = PairwiseWork([one for one in works if one is not None])
-    if works:
-        _queue_of(group, opposite).submit(work.finish, in_thread=True)
-    else:
+    work = PairwiseWork(group, opposite)
+    if not any(received[rank] or sent[rank] for rank in others):
         work.finish()
+        return work
+    try:
+        # Requests first: a message may leave at once and would stand before them.
+        for rank in others:
+            if received[rank]:
+                way = group if rank < me else opposite
+                work.add(dist.irecv(arriving[rank], group=way, group_src=rank))
+        for rank in others:
+            if sent[rank]:
+                way = group if rank > me else opposite
+                work.add(dist.isend(leaving[rank], group=way, group_dst=rank))
+    except RuntimeError as error:  # a peer is lost: said where somebody waits, as if it were later
+        work.fail(error)
+        return work
+    _queue_of(group, opposite).submit(work.finish, in_thread=True)
     return work
 
 
@@ -120,9 +134,11 @@ def _close(*groups: ref[dist.ProcessGroup]) -> None:
     for group in (reference() for reference in groups):
         if group is None:
             continue
-        other = (group.rank() + 1) % group.size()
-        # A wait that runs out of time does it, and raises.
-        with suppress(Exception):  # the process ends: nobody is left to be told
-            never = dist.irecv(torch.empty(1), group=group, group_src=other)
-            if never is not None:
-                never.wait(timedelta(milliseconds=1))
+        for rank in range(group.size()):
+            if rank == group.rank():
+                continue
+            # A wait that runs out of time closes all, and raises; a lost rank's own only raises.
+            with suppress(Exception):  # the process ends: nobody is left to be told
+                never = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=rank)
+                if never is not None:
+                    never.wait(timedelta(milliseconds=1))

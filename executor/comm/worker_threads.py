@@ -117,13 +117,20 @@ def in_worker() -> bool:
 
 
 def finish_all(limit_s: float) -> None:
-    """Waits until threads that end by themselves have ended, before another run begins."""
+    """Waits until threads that end by themselves have ended, before another run begins. Not for
+    those that only wait for messages, which may never come and disturb no other."""
     # Process groups are used again, and a late thread of the run before would issue its collectives
     # among the new ones, on one rank earlier and on another later.
     end_s = time.monotonic() + limit_s
-    for thread, told in list(_threads.items()):
-        if told is None and thread is not threading.current_thread():
+    for thread in _started():
+        ends = _threads.get(thread) is None and thread not in _cuts
+        if ends and thread is not threading.current_thread():
             thread.join(max(end_s - time.monotonic(), 0.0))
+
+
+def _started() -> list[threading.Thread]:
+    # In one piece, as other threads start more meanwhile.
+    return [thread for one in _threads.keyrefs() if (thread := one()) is not None]
 
 
 def abandon(work: dist.Work) -> None:
@@ -141,14 +148,20 @@ def _when_it_ends() -> None:
 
 def _let_end() -> None:
     end_s = time.monotonic() + LEAVE_S
-    for stop in list(_threads.values()):
-        if stop is not None:
+    for thread in _started():
+        if (stop := _threads.get(thread)) is not None:
             stop.set()
-    for thread, told in list(_threads.items()):
-        thread.join(max(min(end_s - time.monotonic(), STOP_S if told else LEAVE_S), 0.0))
-    for thread, cut in list(_cuts.items()):
-        if thread.is_alive():
-            cut()
-            thread.join(STOP_S)
+    joined: set[threading.Thread] = set()
+    # Those that are waited for may start others for what they have left to send.
+    while late := [thread for thread in _started() if thread not in joined]:
+        for thread in late:
+            most_s = LEAVE_S if _threads.get(thread) is None else STOP_S
+            thread.join(max(min(end_s - time.monotonic(), most_s), 0.0))
+        joined.update(late)
     while time.monotonic() < end_s and any(not work.is_completed() for work in _left):
         time.sleep(0.01)
+    for thread in joined:
+        cut = _cuts.get(thread)
+        if cut is not None and thread.is_alive():
+            cut()
+            thread.join(STOP_S)

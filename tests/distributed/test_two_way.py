@@ -107,7 +107,7 @@ def test_an_exchange_that_has_ended_holds_no_memory(ranks: Callable[[int], Ranks
 
 
 GIVES_UP = """
-import atexit, sys, threading, time
+import atexit, os, sys, threading, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
@@ -115,45 +115,59 @@ from meshwright.executor.comm import worker_threads
 from meshwright.executor.comm.groups import make_world
 from meshwright.executor.comm.two_way import all_to_all
 
-rank, store, destroys = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "destroys"
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-group = make_world(range(2), [], torch.device("cpu"), 60.0, gathered=[1]).gradients[1]
+rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+group = make_world(range(3), [], torch.device("cpu"), 60.0, gathered=[1]).gradients[1]
 atexit.register(lambda: print(threading.active_count(), "alive", flush=True))
 worker_threads.LEAVE_S = 0.3
-counts = [0 if r == rank else 4 for r in range(2)]
-all_to_all(torch.zeros(4), torch.ones(4), counts, counts, group)[0].wait()
-if rank == 1:
+
+def swapped(*others):
+    counts = [4 * (r in others) for r in range(3)]
+    total = sum(counts)
+    return all_to_all(torch.zeros(total), torch.ones(total), counts, counts, group)[0]
+
+def give_up(work):
+    try:
+        work.wait(timedelta(seconds=0.5))
+    except RuntimeError as error:
+        print("late" if "still under way" in str(error) else "lost", flush=True)
+
+swapped(*{0, 1, 2} - {rank}).wait()
+if how == "neighbour lost" and rank == 1:
+    os._exit(0)
+if rank > 0:
     sys.stdin.read()  # lives, and sends nothing more
     sys.exit()
-work, _ = all_to_all(torch.zeros(4), torch.ones(4), counts, counts, group)
-try:
-    work.wait(timedelta(seconds=0.2))
-except RuntimeError as error:
-    print(error, flush=True)
-if destroys:
+if how == "neighbour lost":
+    time.sleep(1)
+    give_up(swapped(1, 2))
+give_up(swapped(2))
+if how == "destroys":
     dist.destroy_process_group()
 sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("how", ["stays", "destroys"])
+@pytest.mark.parametrize("how", ["stays", "destroys", "neighbour lost"])
 def test_a_process_that_gives_up_ends_with_no_thread_in_a_wait(tmp_path: Path, how: str) -> None:
     # One that came out of its wait while the interpreter ends would abort the process.
     command = [sys.executable, "-c", GIVES_UP]
-    gives_up, silent = (
+    started = [
         subprocess.Popen(
             [*command, str(rank), str(tmp_path / "store"), how],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for rank in range(2)
-    )  # fmt: skip
+        for rank in range(3)
+    ]  # fmt: skip
     try:
-        out, err = gives_up.communicate(timeout=60)
+        out, err = started[0].communicate(timeout=60)
     finally:
-        gives_up.kill()
-        silent.communicate(timeout=60)
-    assert gives_up.returncode == 3, err
-    assert out.split("\n")[:2] == ["messages between ranks are still under way", "1 alive"]
+        for process in started:
+            process.kill()
+            process.communicate(timeout=60)
+    assert started[0].returncode == 3, err
+    told = ["lost"] if how == "neighbour lost" else []  # where it is waited for, not where issued
+    assert out.splitlines() == [*told, "late", "1 alive"]
 
 
 def held_by_others(_: int) -> list[int]:

@@ -27,7 +27,9 @@ class Message(dist.Work):
 
 def started(*errors: Exception | None) -> tuple[PairwiseWork, threading.Event, list[bool]]:
     comes, told = threading.Event(), []
-    work = PairwiseWork([Message(comes, error) for error in errors])
+    work = PairwiseWork()
+    for error in errors:
+        work.add(Message(comes, error))
     work.get_future().add_done_callback(lambda _: told.append(True))
     threading.Thread(target=work.finish, daemon=True).start()
     return work, comes, told
