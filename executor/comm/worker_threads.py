@@ -129,8 +129,9 @@ def finish_all(limit_s: float) -> None:
 
 
 def _started() -> list[threading.Thread]:
-    # In one piece, as other threads start more meanwhile.
-    return [thread for one in _threads.keyrefs() if (thread := one()) is not None]
+    # In one piece, as other threads start more meanwhile; one about to start cannot be waited for.
+    threads = [one() for one in _threads.keyrefs()]
+    return [one for one in threads if one is not None and one.ident is not None]
 
 
 def abandon(work: dist.Work) -> None:
