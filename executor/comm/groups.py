@@ -68,6 +68,13 @@ class Group:
         return tuple(ascending.index(rank) for rank in self.ranks)
 
     @property
+    def ways(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+        """What goes to higher ranks and what goes to lower ones, where each has its own."""
+        if self.handle is None or self.opposite is None or self.on_stream:
+            return None
+        return self.handle, self.opposite
+
+    @property
     def ascending(self) -> bool:
         """Whether members are numbered as torch numbers them."""
         return list(self.ranks) == sorted(self.ranks)

@@ -34,12 +34,12 @@ def all_to_all(
     """Starts to send ``sent`` rows of ``out`` to the ranks of the group, in torch's order, and to
     receive so many from them. Collective."""
     into, out = alias_for_comm(into), alias_for_comm(out)
-    handle, opposite = group.handle, group.opposite
-    if handle is not None and opposite is not None and not group.on_stream:
+    if group.ways is not None:
+        handle, opposite = group.ways
         messages = pairwise.exchange(into, out, received, sent, group=handle, opposite=opposite)
         return messages, [into, out]
     work = dist.all_to_all_single(
-        into, out, list(received), list(sent), group=handle, async_op=True
+        into, out, list(received), list(sent), group=group.handle, async_op=True
     )
     return work, [into, out]
 
@@ -53,7 +53,7 @@ def gather_rows(rows: Tensor, own: Tensor, group: Group) -> Issued:
         # torch 2.13 renamed it; the old name warns there.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(into, mine, group=group.handle, async_op=True), [into, mine]
-    if group.opposite is not None and not group.on_stream and group.size == 2:
+    if group.ways is not None and group.size == 2:
         me = group.group_ranks[group.member]
         rows[me].view(-1).copy_(own.view(-1))
         # Bytes travel, so that every dtype does.
