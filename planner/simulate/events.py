@@ -118,6 +118,8 @@ class _StepRun:
         for index, message in enumerate(step.messages):
             self.ready_at.setdefault(message.ready, []).append((index, message))
         self.released = 0
+        # Messages that have got ready and have not arrived.
+        self.travelling = 0
         self.spans: list[Span] = []
 
     def run(self, work: Work, step: int) -> None:
@@ -127,6 +129,8 @@ class _StepRun:
         while gate >= 0 and any(self.missing[gate].get(k) for k in work.awaits):
             self._advance(None, float("inf"))
         left, start = work.seconds, self.now_s
+        if not self.travelling:
+            self.now_s, left = self.now_s + left, 0.0
         while left > 0:
             left = self._advance(work, left)
         if self.now_s > start:
@@ -137,6 +141,7 @@ class _StepRun:
             if not message.goes(step):
                 continue
             self.released += 1
+            self.travelling += 1
             # Equal urgency leaves the order in which messages get ready: first in, first out.
             urgency = 0.0 if self.step.schedule == "barrier" else message.urgency
             key = urgency, self.released
@@ -160,6 +165,7 @@ class _StepRun:
             if not task.left_s:
                 self._pause(task)
                 self.sending[task.message.link] = None
+                self.travelling -= 1
                 for k in task.message.units:
                     self.missing[task.step][k] -= 1
         return 0.0 if until_done <= span else left - span * work_rate

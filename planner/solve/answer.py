@@ -139,7 +139,6 @@ def answer(
     bound_s: float | None,
     *,
     proved: bool,
-    seconds: float,
 ) -> Result:
     """The result of a search that found ``chosen`` and proved ``bound_s``, both of the objective.
 
@@ -152,5 +151,5 @@ def answer(
         bound_s = min(bound_s, objective)
         gap = 1.0 - bound_s / objective if objective else 0.0
     status: Proof = "optimal" if proved else ("heuristic" if bound_s is None else "feasible")
-    plan = plan_of(problem, chosen, solver, status, bound_s=bound_s, gap=gap, solve_s=seconds)
-    return Result(solver, status, objective, bound_s, gap, plan, chosen.decisions, seconds)
+    plan = plan_of(problem, chosen, solver, status, bound_s=bound_s, gap=gap)
+    return Result(solver, status, objective, bound_s, gap, plan, chosen.decisions)

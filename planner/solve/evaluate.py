@@ -324,8 +324,7 @@ def plan_by(
     status: Status = "manual",
     **proof: float | None,
 ) -> Plan:
-    """``make_plan`` by the costs of a model; ``proof`` may name ``bound_s``, ``gap`` and
-    ``solve_s``."""
+    """``make_plan`` by the costs of a model; ``proof`` may name ``bound_s`` and ``gap``."""
     profile, cluster, goal = model.profile, model.cluster, model.goal
     check_host_memory(model, decisions)
     ours = evaluation(model, decisions, schedule=schedule)

@@ -71,7 +71,6 @@ def apart_if_quicker(problem: Problem, together: Result, search: Search) -> Resu
         "heuristic",
         objective_s=plan.prediction.step_s,
         plan=plan,
-        seconds=together.seconds + inner.seconds,
         reason=f"{inner.reason}; hosts train apart",
     )
 

@@ -26,13 +26,14 @@ def without_needless_loss(problem: Problem, found: Result) -> Result:
     if not other.feasible:
         return found
     decided = replace(problem, schedule=plan.schedule)  # which the problem may have left open
-    made = plan_of(decided, other, found.solver, "heuristic", solve_s=plan.provenance.solve_s)
+    made = plan_of(decided, other, found.solver, "heuristic")
     if made.prediction.step_s > plan.prediction.step_s:
         return found
-    return found._replace(
+    replaced = found._replace(
         plan=made, decisions=exact, status="heuristic", objective_s=other.objective_s,
         bound_s=None, gap=None,
     )  # fmt: skip
+    return replaced.took(found.seconds)
 
 
 def _exact(option: Option) -> Option:

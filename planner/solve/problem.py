@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import product
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from ..cost.cost import BUCKET_BYTES, CostModel
 from ..cost.placement import place
 from ..schema.capability import PLAIN, Capability
@@ -191,7 +193,8 @@ class Infeasibility(NamedTuple):
 class Result(NamedTuple):
     """What a solver found: ``objective_s`` is the value of ``plan`` by the formulas that solvers
     work with (seconds of a step, or device-seconds), ``bound_s`` what no plan can beat (None where
-    nothing was proved), ``gap`` = 1 - bound / objective. What the step is predicted to take stands
+    nothing was proved), ``gap`` = 1 - bound / objective, ``seconds`` what all searching took, which
+    ``solver.solve`` tells. What the step is predicted to take stands
     in the plan: there it is simulated as it is run."""
 
     solver: str
@@ -206,11 +209,17 @@ class Result(NamedTuple):
     reason: str = ""
 
     @classmethod
-    def without_plan(
-        cls, solver: str, why: Infeasibility | None, seconds: float, reason: str = ""
-    ) -> Result:
+    def without_plan(cls, solver: str, why: Infeasibility | None, reason: str = "") -> Result:
         """The answer of a solver that found no plan."""
-        return cls(solver, "infeasible", seconds=seconds, infeasible=why, reason=reason)
+        return cls(solver, "infeasible", infeasible=why, reason=reason)
+
+    def took(self, seconds: float) -> Result:
+        """The same, after all searching has taken so long; the plan tells it too."""
+        plan = self.plan
+        if plan is not None:
+            provenance = msgspec.structs.replace(plan.provenance, solve_s=seconds)
+            plan = msgspec.structs.replace(plan, provenance=provenance)
+        return self._replace(plan=plan, seconds=seconds)
 
     def checked(self) -> Plan:
         """The plan; raises ``InfeasibleError`` where there is none."""

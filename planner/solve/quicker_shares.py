@@ -24,7 +24,7 @@ def with_quicker_shares(problem: Problem, found: Result) -> Result:
     assert found.objective_s is not None
     if best is None or best.objective_s >= found.objective_s:
         return found
-    made = plan_of(problem, best, found.solver, "heuristic", solve_s=plan.provenance.solve_s)
+    made = plan_of(problem, best, found.solver, "heuristic")
     return found._replace(
         plan=made, status="heuristic", objective_s=best.objective_s, bound_s=None, gap=None
     )

@@ -80,7 +80,7 @@ def side_by_side(problem: Problem, result: Result) -> Result:
         objective_s=best.step_s,
         bound_s=None,
         gap=None,
-        plan=plan_of(problem, best, result.solver, "heuristic", solve_s=result.seconds),
+        plan=plan_of(problem, best, result.solver, "heuristic"),
         decisions=best.decisions,
         reason="; ".join(r for r in (result.reason, REASON) if r),
     )

@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from ...cost.cost import CostModel
 from ...cost.step_time import Vector
@@ -41,8 +42,9 @@ MOST_SEGMENTS = 3000
 """Segments that are looked at; of more, those of some numbers of modules."""
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
-Cost = tuple[float, ...]
-"""Less is better, in order."""
+Indices = npt.NDArray[np.int64]
+Costs = tuple[Vector, ...]
+"""What paths cost, an element of each array for a path; less is better, in the order of arrays."""
 
 
 class Move(NamedTuple):
@@ -58,23 +60,46 @@ class Move(NamedTuple):
     joined: int = 0
 
 
-class Label(NamedTuple):
-    """A path to a unit: what has been saved on it, what it costs, and how it came about."""
+class Moves(NamedTuple):
+    """Moves from one unit that have the same ``end``, an element for each: which of the unit's
+    moves they are (``which``), and what ``Move`` tells of them."""
 
-    saved: float
-    cost: Cost
-    before: Label | None = None
-    move: Move | None = None
+    end: int
+    which: Indices
+    bytes: Vector
+    saved: Vector
+    seconds: Vector
+    joined: Vector
 
-    @property
-    def decisions(self) -> Decisions:
-        """The options of all units on the path."""
-        moves: list[Move] = []
-        label: Label | None = self
-        while label is not None and label.move is not None:
-            moves.append(label.move)
-            label = label.before
-        return tuple(option for move in reversed(moves) for option in move.options)
+
+class Paths(NamedTuple):
+    """Paths to one unit, an element for each: what has been ``saved`` on them, what they ``cost``,
+    and their last step, which is a ``move`` from the unit ``start`` on, and before it the path
+    ``before`` of those that were kept to that unit."""
+
+    saved: Vector
+    cost: Costs
+    start: Indices
+    before: Indices
+    move: Indices
+
+    @classmethod
+    def of(cls, parts: Sequence[Paths]) -> Self:
+        """All paths of several parts, in their order."""
+        cost = tuple(map(np.concatenate, zip(*(part.cost for part in parts), strict=True)))
+        saved, start, before, move = (
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("saved", "start", "before", "move")
+        )
+        return cls(saved, cost, start, before, move)
+
+    def at(self, which: Indices | npt.NDArray[np.bool_]) -> Self:
+        """Some of the paths."""
+        cost = tuple(each[which] for each in self.cost)
+        return self._replace(
+            saved=self.saved[which], cost=cost, start=self.start[which], before=self.before[which],
+            move=self.move[which],
+        )  # fmt: skip
 
 
 class Checkpointing:
@@ -100,48 +125,74 @@ class Checkpointing:
         """The decisions that compute least again within the limit, of these those with fewest units
         in segments; None where nothing keeps it."""
 
-        def cost(label: Label, move: Move) -> Cost:
-            seconds, joined = label.cost
-            return seconds + move.seconds, joined + move.joined
+        def cost(saved: Vector, cost: Costs, moves: Moves) -> Costs:
+            seconds, joined = cost
+            return seconds + moves.seconds, joined + moves.joined
 
-        found = self._search((0.0, 0.0), cost, limit_bytes)
-        return min(found, key=lambda label: label.cost).decisions if found else None
+        return self._search((0.0, 0.0), cost, limit_bytes)
 
     def fitting(self, limit_bytes: float) -> Decisions | None:
         """Some decisions that keep the limit, or None where none do; much quicker than the best."""
-        # Where all cost the same, one label for each unit is left: the one that has saved least.
-        found = self._search((0.0,), lambda label, move: label.cost, limit_bytes)
-        return found[0].decisions if found else None
+        # Where all cost the same, one path to each unit is left: the one that has saved least.
+        return self._search(
+            (0.0,), lambda saved, cost, moves: (0.0 * (saved + moves.saved),), limit_bytes
+        )
 
     def least(self) -> Decisions:
         """The decisions whose timeline has the lowest peak, of these those with fewest units in
         segments."""
 
-        def cost(label: Label, move: Move) -> Cost:
-            peak, joined = label.cost
-            return max(peak, label.saved + move.bytes), joined + move.joined
+        def cost(saved: Vector, cost: Costs, moves: Moves) -> Costs:
+            peak, joined = cost
+            return np.maximum(peak, saved + moves.bytes), joined + moves.joined
 
         found = self._search((self.update_bytes, 0.0), cost, inf)
-        return min(found, key=lambda label: label.cost).decisions
+        assert found is not None, "without a limit there is a path"
+        return found
 
     def _search(
-        self, start: Cost, cost: Callable[[Label, Move], Cost], limit_bytes: float
-    ) -> list[Label]:
-        """The paths through all units that keep the limit and are not beaten."""
+        self,
+        first: tuple[float, ...],
+        cost: Callable[[Vector, Costs, Moves], Costs],
+        limit_bytes: float,
+    ) -> Decisions | None:
+        """The decisions of the path through all units that costs least and keeps the limit.
+        ``cost(saved, cost, moves)`` tells what each path costs, [path, 1], with each move after it,
+        [path, move]; ``first`` is the cost of no move."""
         if not self._may_fit(limit_bytes):
-            return []
-        count = len(self.decisions)
+            return None
+        count, nowhere = len(self.decisions), np.zeros(1, dtype=np.int64)
         most = max(MOST_STEPS // max(sum(map(len, self.moves)), 1), 16)
-        labels: list[list[Label]] = [[] for _ in range(count + 1)]
-        labels[0] = [Label(0.0, start)]
+        begin = Paths(np.zeros(1), tuple(np.array([c]) for c in first), *[nowhere] * 3)
+        arriving: list[list[Paths]] = [[begin], *([] for _ in range(count))]
+        kept: list[Paths | None] = []
         for k in range(count):
-            for label in _undominated(labels[k], most):
-                for move in self.moves[k]:
-                    if label.saved + move.bytes <= limit_bytes:
-                        saved = label.saved + move.saved
-                        labels[move.end].append(Label(saved, cost(label, move), label, move))
-            labels[k] = []  # those that go on are kept by the labels after them
-        return labels[count]
+            here = _undominated(Paths.of(arriving[k]), most) if arriving[k] else None
+            kept.append(here)
+            for moves in self._moves_by_end[k] if here else ():
+                assert here is not None
+                steps = _after(here, k, moves, cost, limit_bytes)
+                if len(steps.saved):
+                    arriving[moves.end].append(steps)
+            arriving[k] = []  # those that go on are in ``kept``
+        if not arriving[count]:
+            return None
+        found = Paths.of(arriving[count])
+        return self._decisions(kept, found, int(np.lexsort(found.cost[::-1])[0]))
+
+    def _decisions(self, kept: Sequence[Paths | None], paths: Paths, path: int) -> Decisions:
+        """The options of all units on one of the paths; ``kept`` are those to each unit."""
+        taken: list[Move] = []
+        start = len(kept)
+        while start:
+            start, before, move = (
+                int(each[path]) for each in (paths.start, paths.before, paths.move)
+            )
+            taken.append(self.moves[start][move])
+            known = kept[start]
+            assert known is not None, "a path comes from a path"
+            paths, path = known, before
+        return tuple(option for move in reversed(taken) for option in move.options)
 
     # -- moves -----------------------------------------------------------------------------------
 
@@ -156,6 +207,11 @@ class Checkpointing:
         for k, move in self._segments():
             found[k].append(move)
         return found
+
+    @cached_property
+    def _moves_by_end(self) -> list[list[Moves]]:
+        """``moves``, those together that begin and end alike."""
+        return [list(_by_end(moves)) for moves in self.moves]
 
     def _may_fit(self, limit_bytes: float) -> bool:
         """Whether what policies about memory do not change leaves room for anything."""
@@ -265,16 +321,53 @@ class Checkpointing:
         return np.maximum(working, updating) if position.sliced else working
 
 
-def _undominated(labels: list[Label], most: int) -> list[Label]:
-    """The labels that are not beaten in both, by what they saved; of very many an even choice, the
+def _by_end(moves: Sequence[Move]) -> Iterator[Moves]:
+    for end in dict.fromkeys(move.end for move in moves):
+        which = [i for i, move in enumerate(moves) if move.end == end]
+        columns = np.array([
+            (move.bytes, move.saved, move.seconds, move.joined)
+            for move in (moves[i] for i in which)
+        ], dtype=np.float64).T  # fmt: skip
+        yield Moves(end, np.array(which, dtype=np.int64), *columns)
+
+
+def _after(
+    paths: Paths,
+    unit: int,
+    moves: Moves,
+    cost: Callable[[Vector, Costs, Moves], Costs],
+    limit_bytes: float,
+) -> Paths:
+    """The paths to ``unit`` gone on with by each of the moves, where that keeps the limit."""
+    saved = paths.saved[:, None]
+    before, move = np.nonzero(saved + moves.bytes <= limit_bytes)
+    costs = cost(saved, tuple(each[:, None] for each in paths.cost), moves)
+    return Paths(
+        (saved + moves.saved)[before, move],
+        tuple(each[before, move] for each in costs),
+        np.full(len(before), unit),
+        before,
+        moves.which[move],
+    )
+
+
+def _undominated(paths: Paths, most: int) -> Paths:
+    """The paths that are not beaten in both, by what they saved; of very many an even choice, the
     ends among them."""
-    kept: list[Label] = []
-    for label in sorted(labels, key=lambda label: label[:2]):
-        if not kept or label.cost < kept[-1].cost:
-            kept.append(label)
-    if len(kept) <= most:
-        return kept
-    return [kept[round(i * (len(kept) - 1) / (most - 1))] for i in range(most)]
+    by_cost = np.lexsort(paths.cost[::-1])
+    dearer = np.zeros(len(by_cost), dtype=bool)
+    for each in paths.cost:
+        dearer[1:] |= each[by_cost][1:] != each[by_cost][:-1]
+    rank = np.empty(len(by_cost), dtype=np.int64)
+    rank[by_cost] = dearer.cumsum()
+    order = np.lexsort((rank, paths.saved))
+    ranks = rank[order]
+    beats = np.ones(len(order), dtype=bool)
+    beats[1:] = ranks[1:] < np.minimum.accumulate(ranks)[:-1]
+    kept = order[beats]
+    if len(kept) > most:
+        kept = kept[np.rint(np.arange(most) * (len(kept) - 1) / (most - 1)).astype(np.int64)]
+    return paths.at(kept)
 
 
 # -- segments under data parallelism -----------------------------------------------------------

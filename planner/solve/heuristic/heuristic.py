@@ -25,17 +25,15 @@ class Heuristic:
 
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""
-        start = time.perf_counter()
         problem = problem.placed()
         chosen = _best(problem, time_limit_s)
         if not _keeps_limits(chosen):
-            rescued = fitting_in_segments(problem, self.name, start)
+            rescued = fitting_in_segments(problem, self.name)
             if rescued is not None:
                 return rescued
             why = self.explain([problem]) if problem.explains else None
-            return Result.without_plan(self.name, why, time.perf_counter() - start)
-        seconds = time.perf_counter() - start
-        return answer(problem, chosen, self.name, None, proved=False, seconds=seconds)
+            return Result.without_plan(self.name, why)
+        return answer(problem, chosen, self.name, None, proved=False)
 
     def explain(self, problems: Sequence[Problem]) -> Infeasibility:
         """See ``solver.Solver``."""

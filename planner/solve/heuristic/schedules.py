@@ -218,5 +218,4 @@ def _with_reason(
         f"planned {planned}, took {taken} "
         f"({result.plan.prediction.step_s:.3g} s against {other.plan.prediction.step_s:.3g} s)"
     )
-    both = result.seconds + other.seconds
-    return result._replace(reason=f"{result.reason}; {words}", seconds=both)
+    return result._replace(reason=f"{result.reason}; {words}")

@@ -50,23 +50,22 @@ def quicker_in_segments(
     best = _best(problem, [(own, result.decisions)], start + effort_s)
     if best is None or not segments_of(best.decisions) or not _is_quicker(problem, best, known):
         return result
-    made = _answer(problem, best, result.solver, result.seconds + time.perf_counter() - start)
+    made = _answer(problem, best, result.solver)
     return made._replace(reason="; ".join(r for r in (result.reason, made.reason) if r))
 
 
-def fitting_in_segments(problem: Problem, solver: str, start: float) -> Result | None:
-    """A plan with segments for a problem for which ``solver`` found none, if there is one;
-    ``start`` is when it began (of ``time.perf_counter``)."""
+def fitting_in_segments(problem: Problem, solver: str) -> Result | None:
+    """A plan with segments for a problem for which ``solver`` found none, if there is one."""
     if not has_segments(problem):
         return None
     best = _best(problem, [], time.perf_counter() + EFFORT_S)
     if best is None:
         return None
-    return _answer(problem, best, solver, time.perf_counter() - start)
+    return _answer(problem, best, solver)
 
 
-def _answer(problem: Problem, best: Choice, solver: str, seconds: float) -> Result:
-    made = answer(problem, best, solver, None, proved=False, seconds=seconds)
+def _answer(problem: Problem, best: Choice, solver: str) -> Result:
+    made = answer(problem, best, solver, None, proved=False)
     count = len(segments_of(best.decisions))
     return made._replace(reason=f"{count} segments of units recomputed together, without a proof")
 

@@ -75,8 +75,7 @@ class IntegerSearch:
 
     def __init__(self, problem: Problem, time_limit_s: float | None) -> None:
         self.problem = problem
-        self.start = time.perf_counter()
-        self.deadline = self.start + (time_limit_s if time_limit_s is not None else inf)
+        self.deadline = time.perf_counter() + (time_limit_s if time_limit_s is not None else inf)
         self.interruption = Interruption()
         self.best: Choice | None = None
         self.known: list[Choice] = []
@@ -107,7 +106,6 @@ class IntegerSearch:
             bound_s,
             proved=self.proved
             and chosen.objective_s <= bound_s * (1 + self.problem.tie_tolerance + 1e-6),
-            seconds=time.perf_counter() - self.start,
         )
 
     def _ruled_out(self) -> bool:
@@ -131,13 +129,12 @@ class IntegerSearch:
 
     def _none(self) -> Result:
         """No plan: because there is none, or because time was up before one was found."""
-        rescued = fitting_in_segments(self.problem, IntegerSolver.name, self.start)
+        rescued = fitting_in_segments(self.problem, IntegerSolver.name)
         if rescued is not None:
             return rescued
         why = explain([self.problem], IntegerEvidence()) if self.problem.explains else None
-        seconds = time.perf_counter() - self.start
         reason = "" if self.proved else "the time limit came before a plan or a proof"
-        return Result.without_plan(IntegerSolver.name, why, seconds, reason)
+        return Result.without_plan(IntegerSolver.name, why, reason)
 
     def _begin(self, every: list[CostModel]) -> None:
         """What the heuristic finds, and plain data parallelism, under every model."""

@@ -95,18 +95,15 @@ class LagrangianSolver:
             if not known.hopeless:
                 best, bound = _best(problem, deadline, known.starts)
         if best is None:
-            return self._without_plan(problem, start, deadline, known)
-        seconds = time.perf_counter() - start
+            return self._without_plan(problem, deadline, known)
         bound = min(bound, best.objective_s)
         proved = best.objective_s - bound <= PROVED * best.objective_s
-        return answer(problem, best, self.name, bound, proved=proved, seconds=seconds)
+        return answer(problem, best, self.name, bound, proved=proved)
 
-    def _without_plan(
-        self, problem: Problem, start: float, deadline: float, known: LeastUse | None
-    ) -> Result:
+    def _without_plan(self, problem: Problem, deadline: float, known: LeastUse | None) -> Result:
         # That no plan was found proves nothing: where the integer program is quick it has the last
         # word, else the closest plan says what is missing.
-        rescued = fitting_in_segments(problem, self.name, start)
+        rescued = fitting_in_segments(problem, self.name)
         if rescued is not None:
             return rescued
         if _small(problem):
@@ -115,7 +112,7 @@ class LagrangianSolver:
         if problem.explains:
             end = max(deadline, time.perf_counter() + EXPLAIN_S)
             why = explain([problem], LagrangianEvidence(known), end)
-        return Result.without_plan(self.name, why, time.perf_counter() - start)
+        return Result.without_plan(self.name, why)
 
     def explain(self, problems: Sequence[Problem]) -> Infeasibility:
         """See ``solver.Solver``."""

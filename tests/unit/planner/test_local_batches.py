@@ -140,7 +140,7 @@ def test_divided_units_do_not_keep_shares_that_an_exchange_decided():
     decisions[2] = decisions[2]._replace(layout=Layout(groups=1, degree=2), style="row")
     for shares in ((11, 1), (8, 4)):
         chosen = choice(model.with_local_batches(shares), tuple(decisions), "barrier")
-        found = answer(problem, chosen, "integer", None, proved=False, seconds=0.0)
+        found = answer(problem, chosen, "integer", None, proved=False)
         better = with_quicker_shares(problem, found)
         assert better.checked().local_batch_sizes == (8, 4)
     assert better is found

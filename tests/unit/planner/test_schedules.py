@@ -1,5 +1,6 @@
 """When the exchange is sharded, and by which schedule gradients travel."""
 
+import time
 from dataclasses import replace
 
 import msgspec
@@ -8,6 +9,7 @@ from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.evaluate import decisions_of, evaluate
+from meshwright.planner.solve.heuristic.heuristic import Heuristic
 from meshwright.planner.solve.heuristic.schedules import in_shards, without_shards
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
@@ -99,3 +101,22 @@ def test_only_what_exchanges_something_is_sharded():
     found = [o.exchange for o in in_shards(model, model.baseline, SHARDS)]
     assert found == ["dense", *["sharded"] * 4, "dense"]
     assert in_shards(model, model.baseline, PLAIN) == model.baseline
+
+
+@pytest.mark.parametrize("slow", ["by barrier", "by priority"])
+def test_the_seconds_that_are_told_are_those_of_all_searches(monkeypatch, slow):
+    """Of a plan by priority, which was planned by barrier first."""
+    search = Heuristic.solve
+
+    def slowly(self, problem, time_limit_s=None):
+        if problem.schedule == ("barrier" if slow == "by barrier" else "priority"):
+            time.sleep(1.0)
+        return search(self, problem, time_limit_s)
+
+    monkeypatch.setattr(Heuristic, "solve", slowly)
+    problem = problem_of(5e-9, any_schedule=True, shard_if_needed=False)
+    start = time.perf_counter()
+    found = solve(problem, "heuristic")
+    assert found.plan.schedule == "priority"
+    assert 1.0 <= found.seconds <= time.perf_counter() - start
+    assert found.plan.provenance.solve_s == found.seconds
