@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...planner.schema.layout import Layout
+from .pairwise import connect
 
 Place = int | Layout
 """What groups are made for: the degree of layouts that take all ranks, or a layout that leaves some
@@ -195,7 +196,7 @@ def make_world(
         # Not by ``found``: who is idle there is alone, and takes part in making the groups too.
         if not two_way or _has_device_backend(device):
             return found
-        return replace(found, opposite=make_by(f"{label}, to lower ranks", divisions).handle)
+        return _two_way(found, make_by(f"{label}, to lower ranks", divisions))
 
     all_hosts, apart = _groups_between(rank, placement, size, device, limit)
     world = World(
@@ -351,6 +352,14 @@ def _make_group(
             where = device if on_stream else torch.device("cpu")
             mine = Group(ranks, ranks.index(rank), handle, label, on_stream, where)
     return mine
+
+
+def _two_way(higher: Group, lower: Group) -> Group:
+    """One group with the process groups of both, whose pairs of ranks are connected."""
+    both = replace(higher, opposite=lower.handle)
+    for way in both.ways or ():
+        connect(way)
+    return both
 
 
 def _carries(handle: dist.ProcessGroup, device: torch.device, backend: str | None) -> bool:

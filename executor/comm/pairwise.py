@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -117,6 +118,19 @@ def exchange(
         return work
     _queue_of(group, opposite).submit(work.finish, in_thread=True)
     return work
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Connects each pair of a new group's ranks. Collective in it."""
+    # With TORCH_GLOO_LAZY_INIT a pair is connected by its first messages, and who issues one waits
+    # until the other does: of two ranks that request in two groups, each its own first, both wait
+    # for ever. Here all come to the pairs in one order.
+    me, byte = group.rank(), torch.zeros(1, dtype=torch.uint8, device="cpu")
+    for low, high in combinations(range(group.size()), 2):
+        if me == low:
+            dist.send(byte, group=group, group_dst=high)
+        elif me == high:
+            dist.recv(byte, group=group, group_src=low)
 
 
 def _queue_of(group: dist.ProcessGroup, opposite: dist.ProcessGroup) -> IssueQueue:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -148,26 +149,62 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("how", ["stays", "destroys", "neighbour lost"])
-def test_a_process_that_gives_up_ends_with_no_thread_in_a_wait(tmp_path: Path, how: str) -> None:
-    # One that came out of its wait while the interpreter ends would abort the process.
-    command = [sys.executable, "-c", GIVES_UP]
+@contextmanager
+def three_processes(script: str, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Each runs the script with its rank and the arguments, and is killed at the end."""
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), how],
+            [sys.executable, "-c", script, str(rank), *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(3)
     ]  # fmt: skip
     try:
-        out, err = started[0].communicate(timeout=60)
+        yield started
     finally:
         for process in started:
             process.kill()
             process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("how", ["stays", "destroys", "neighbour lost"])
+def test_a_process_that_gives_up_ends_with_no_thread_in_a_wait(tmp_path: Path, how: str) -> None:
+    # One that came out of its wait while the interpreter ends would abort the process.
+    with three_processes(GIVES_UP, str(tmp_path / "store"), how) as started:
+        out, err = started[0].communicate(timeout=60)
     assert started[0].returncode == 3, err
     told = ["lost"] if how == "neighbour lost" else []  # where it is waited for, not where issued
     assert out.splitlines() == [*told, "late", "1 alive"]
+
+
+EXCHANGES = """
+import sys
+import torch
+import torch.distributed as dist
+from meshwright.executor.comm.groups import make_world
+from meshwright.executor.comm.two_way import all_to_all
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+counts = [0 if r == rank else 2 for r in range(3)]
+for limit_s in range(60, 66):  # each is a group of its own, with ports of its own
+    group = make_world(range(3), [], torch.device("cpu"), limit_s, gathered=[1]).gradients[1]
+    into = torch.zeros(4)
+    all_to_all(into, torch.full((4,), float(rank)), counts, counts, group)[0].wait()
+    print(into.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_connect_at_their_first_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else two ranks that ask each other first, each in another group, mostly wait for ever.
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    with three_processes(EXCHANGES, str(tmp_path / "store")) as started:
+        found = [process.communicate(timeout=60) for process in started]
+    others = [[1.0, 1.0, 2.0, 2.0], [0.0, 0.0, 2.0, 2.0], [0.0, 0.0, 1.0, 1.0]]
+    assert [out.splitlines() for out, _ in found] == [[str(row)] * 6 for row in others], found
 
 
 def held_by_others(_: int) -> list[int]:
