@@ -303,16 +303,18 @@ class _Intervals(NamedTuple):
 class _Side(NamedTuple):
     """The placements of one side of the pairs.
 
-    ``boxes`` [placement, 4, position]; ``before`` [placement, 4, box, end] are the two boxes that
-    the positions before each node's start (and before the last one's end) hold together, and
-    ``times`` [placement, box, end] how often they hold them; ``copies`` [placement] is how often
-    each element is held; ``samples`` and ``features`` are the intervals of the boxes.
+    ``boxes`` [placement, 4, position]; ``copies`` [placement] is how often each element is held.
+    What the positions before each node's start (and before the last one's end) hold together are
+    the samples below ``whole`` [placement, end], of whole groups, as often as each element is held,
+    and the box ``partial`` [placement, 4, end] of one more group ``times`` [placement, end] (0
+    where there is nothing in it). ``samples`` and ``features`` are the intervals of the boxes.
     """
 
     boxes: Boxes
-    before: Boxes
-    times: Positions
     copies: Positions
+    whole: Positions
+    partial: Boxes
+    times: Positions
     samples: _Intervals
     features: _Intervals
 
@@ -323,8 +325,9 @@ class _Side(NamedTuple):
             for each in (self.samples, self.features)
         )
         return self._replace(
-            boxes=self.boxes[which], before=self.before[which], times=self.times[which],
-            copies=self.copies[which], samples=samples, features=features,
+            boxes=self.boxes[which], copies=self.copies[which], whole=self.whole[which],
+            partial=self.partial[which], times=self.times[which], samples=samples,
+            features=features,
         )  # fmt: skip
 
 
@@ -337,11 +340,13 @@ def _side(
         _boxes_before(counts, placement, features, table, ends)
         for placement, table in zip(placements, tables, strict=True)
     ]
+    whole, partial, times = map(np.stack, zip(*before, strict=True))
     return _Side(
         np.stack(tables),
-        np.stack([sides for sides, _ in before]),
-        np.stack([times for _, times in before]),
         np.array([p.layout.degree if p.form == "replicate" else 1 for p in placements]),
+        whole,
+        partial,
+        times * (volume(np.moveaxis(partial, 1, 0)) > 0),
         _intervals(tables, 0),
         _intervals(tables, 2),
     )
@@ -364,9 +369,9 @@ def _boxes_before(
     features: int,
     table: Boxes,
     ends: Positions,
-) -> tuple[Boxes, Positions]:
-    """([4, 2, end] the boxes that the positions before each end hold together, [2, end] how often):
-    those of whole groups, and those of the first members of the next group."""
+) -> tuple[Positions, Boxes, Positions]:
+    """What the positions before each end hold together: [end] the samples of whole groups end
+    there, [4, end] the box of the first members of the next group, [end] how often it is held."""
     layout, form = placement
     bounds = np.array(group_bounds(counts, layout), dtype=np.int64)
     offset = np.clip(ends - layout.first, 0, layout.size)
@@ -376,7 +381,6 @@ def _boxes_before(
     # member of the group comes before the end, there is nothing of that group.
     position = layout.first + np.minimum(offset, layout.size - 1)
     left, right = np.zeros_like(start), np.full_like(start, features)
-    whole = np.stack([np.full_like(start, bounds[0]), start, left, right])
     times = np.ones_like(start)
     if form == "batch_shard":
         stop = np.where(member > 0, table[0, position], start)
@@ -384,9 +388,7 @@ def _boxes_before(
         right = np.where(member > 0, table[2, position], 0)
     else:
         times = member
-    partial = np.stack([start, stop, left, right])
-    copies = np.full_like(start, layout.degree if form == "replicate" else 1)
-    return np.stack([whole, partial], axis=1), np.stack([copies, times])
+    return start, np.stack([start, stop, left, right]), times
 
 
 def _node_traffic(owned: _Side, needed: _Side, starts: Positions) -> Traffic:
@@ -425,13 +427,17 @@ def _owned_by_node(one: Boxes, other: _Side, starts: Positions, axis: int) -> Po
     def spread(values: Positions) -> Positions:
         return values[:, None] if axis == 0 else values[None]
 
-    total = np.zeros((1, 1, 1), dtype=np.int64)
-    for i in range(2):
-        if other.times[:, i].any():
-            for sign, end in ((1, node + 1), (-1, node)):
-                sides = [spread(other.before[:, side, i, end]) for side in range(4)]
-                times = spread(other.times[:, i, end])
-                total = total + sign * volume(overlap(one, sides)) * times
+    first, end = spread(other.whole[:, node]), spread(other.whole[:, node + 1])
+    samples = np.maximum(np.minimum(one[1], end) - np.maximum(one[0], first), 0)
+    total: Positions = samples * (one[3] - one[2]) * spread(other.copies[:, None])
+    # Where groups end with nodes there are no others.
+    partly = np.flatnonzero(other.times.any(axis=1))
+    if len(partly):
+        where = (partly,) if axis == 0 else (slice(None), partly)
+        for sign, at in ((1, node + 1), (-1, node)):
+            sides = [spread(other.partial[partly, side][:, at]) for side in range(4)]
+            times = spread(other.times[partly][:, at])
+            total[where] += sign * volume(overlap(one, sides)) * times
     return total
 
 

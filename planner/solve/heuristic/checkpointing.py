@@ -167,10 +167,12 @@ class Checkpointing:
         arriving: list[list[Paths]] = [[begin], *([] for _ in range(count))]
         kept: list[Paths | None] = []
         for k in range(count):
-            here = _undominated(Paths.of(arriving[k]), most) if arriving[k] else None
+            if not arriving[k]:
+                kept.append(None)
+                continue
+            here = _undominated(Paths.of(arriving[k]), most)
             kept.append(here)
-            for moves in self._moves_by_end[k] if here else ():
-                assert here is not None
+            for moves in self._moves_by_end[k]:
                 steps = _after(here, k, moves, cost, limit_bytes)
                 if len(steps.saved):
                     arriving[moves.end].append(steps)
