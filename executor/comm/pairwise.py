@@ -8,17 +8,21 @@
 # Messages between pairs are asked for and handed over when they are issued, however many there
 # are. Those of a pair arrive in the order in which they were issued.
 #
+# Where GLOO_SOCKET_IFNAME names several interfaces torch connects each pair by all of them, and a
+# message's tag says which carries it: gloo's collectives take turns, and so do exchanges.
+#
 # Their works tell nothing before somebody waits for them, and a wait that runs out of time closes
 # the connection. So a thread waits for them without a limit, in their order, and tells who asks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -79,8 +83,31 @@ class PairwiseWork(dist.Work):
 
 _lost: list[dist.Work] = []
 """Messages of exchanges that have failed, as those end a run."""
-_waiting: WeakKeyDictionary[dist.ProcessGroup, IssueQueue] = WeakKeyDictionary()
-"""By the process group of messages to higher ranks, the thread that waits for what goes in both."""
+
+
+class _Exchanges:
+    """Those of two process groups, one for each way: the thread that waits for them, in ``queue``,
+    and how many were ``started``, of which all ranks have the same number."""
+
+    def __init__(self, group: dist.ProcessGroup, opposite: dist.ProcessGroup) -> None:
+        # By weak references: what ``_exchanges`` holds must not hold its key.
+        cut = partial(_close, ref(group), ref(opposite))
+        self.queue = IssueQueue("meshwright messages", linger_s=LINGER_S, computes=False, cut=cut)
+        self.started = 0
+
+    def next_tag(self) -> int:
+        """That of the messages of the exchange that begins."""
+        self.started += 1
+        return self.started % _interfaces()
+
+
+_exchanges: WeakKeyDictionary[dist.ProcessGroup, _Exchanges] = WeakKeyDictionary()
+"""By the process group of messages to higher ranks."""
+
+
+def _interfaces() -> int:
+    """By how many ways each pair of ranks is connected."""
+    return len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
 
 
 def exchange(
@@ -99,7 +126,10 @@ def exchange(
     if sent[me]:
         arriving[me].copy_(leaving[me])
     others = [rank for rank in range(len(sent)) if rank != me]
-    work = PairwiseWork(group, opposite)
+    if group not in _exchanges:
+        _exchanges[group] = _Exchanges(group, opposite)
+    known = _exchanges[group]
+    tag, work = known.next_tag(), PairwiseWork(group, opposite)
     if not any(received[rank] or sent[rank] for rank in others):
         work.finish()
         return work
@@ -108,15 +138,15 @@ def exchange(
         for rank in others:
             if received[rank]:
                 way = group if rank < me else opposite
-                work.add(dist.irecv(arriving[rank], group=way, group_src=rank))
+                work.add(dist.irecv(arriving[rank], group=way, group_src=rank, tag=tag))
         for rank in others:
             if sent[rank]:
                 way = group if rank > me else opposite
-                work.add(dist.isend(leaving[rank], group=way, group_dst=rank))
+                work.add(dist.isend(leaving[rank], group=way, group_dst=rank, tag=tag))
     except RuntimeError as error:  # a peer is lost: said where somebody waits, as if it were later
         work.fail(error)
         return work
-    _queue_of(group, opposite).submit(work.finish, in_thread=True)
+    known.queue.submit(work.finish, in_thread=True)
     return work
 
 
@@ -127,20 +157,11 @@ def connect(group: dist.ProcessGroup) -> None:
     # for ever. Here all come to the pairs in one order.
     me, byte = group.rank(), torch.zeros(1, dtype=torch.uint8, device="cpu")
     for low, high in combinations(range(group.size()), 2):
-        if me == low:
-            dist.send(byte, group=group, group_dst=high)
-        elif me == high:
-            dist.recv(byte, group=group, group_src=low)
-
-
-def _queue_of(group: dist.ProcessGroup, opposite: dist.ProcessGroup) -> IssueQueue:
-    queue = _waiting.get(group)
-    if queue is None:
-        # By weak references: what the dictionary holds must not hold its key.
-        cut = partial(_close, ref(group), ref(opposite))
-        queue = IssueQueue("meshwright messages", linger_s=LINGER_S, computes=False, cut=cut)
-        _waiting[group] = queue
-    return queue
+        for tag in range(_interfaces()):
+            if me == low:
+                dist.send(byte, group=group, group_dst=high, tag=tag)
+            elif me == high:
+                dist.recv(byte, group=group, group_src=low, tag=tag)
 
 
 def _close(*groups: ref[dist.ProcessGroup]) -> None:
@@ -148,11 +169,12 @@ def _close(*groups: ref[dist.ProcessGroup]) -> None:
     for group in (reference() for reference in groups):
         if group is None:
             continue
-        for rank in range(group.size()):
+        for rank, tag in product(range(group.size()), range(_interfaces())):
             if rank == group.rank():
                 continue
+            never = torch.empty(1, device="cpu")
             # A wait that runs out of time closes all, and raises; a lost rank's own only raises.
             with suppress(Exception):  # the process ends: nobody is left to be told
-                never = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=rank)
-                if never is not None:
-                    never.wait(timedelta(milliseconds=1))
+                work = dist.irecv(never, group=group, group_src=rank, tag=tag)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))

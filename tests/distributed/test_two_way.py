@@ -186,25 +186,34 @@ from meshwright.executor.comm.two_way import all_to_all
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+send, tags = dist.isend, []
+dist.isend = lambda *a, tag, **k: (tags.append(tag), send(*a, tag=tag, **k))[1]
 counts = [0 if r == rank else 2 for r in range(3)]
 for limit_s in range(60, 66):  # each is a group of its own, with ports of its own
     group = make_world(range(3), [], torch.device("cpu"), limit_s, gathered=[1]).gradients[1]
     into = torch.zeros(4)
-    all_to_all(into, torch.full((4,), float(rank)), counts, counts, group)[0].wait()
-    print(into.tolist())
+    for _ in range(2):
+        all_to_all(into, torch.full((4,), float(rank)), counts, counts, group)[0].wait()
+    print(into.tolist(), tags)
+    tags.clear()
 dist.destroy_process_group()
 """
 
 
+@pytest.mark.parametrize("interfaces", [1, 2])
 def test_ranks_that_connect_at_their_first_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interfaces: int
 ) -> None:
     # Else two ranks that ask each other first, each in another group, mostly wait for ever.
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    # One is two for torch: of these it takes turns by a message's tag.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", ",".join(["lo"] * interfaces))
     with three_processes(EXCHANGES, str(tmp_path / "store")) as started:
         found = [process.communicate(timeout=60) for process in started]
     others = [[1.0, 1.0, 2.0, 2.0], [0.0, 0.0, 2.0, 2.0], [0.0, 0.0, 1.0, 1.0]]
-    assert [out.splitlines() for out, _ in found] == [[str(row)] * 6 for row in others], found
+    tags = [0, 0, 0, 0] if interfaces == 1 else [1, 1, 0, 0]
+    expected = [[f"{row} {tags}"] * 6 for row in others]
+    assert [out.splitlines() for out, _ in found] == expected, found
 
 
 def held_by_others(_: int) -> list[int]:
