@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from ..executor.comm.moments import Moment, now, seconds_between
+from ..executor.comm.pairwise import connect
 from ..executor.comm.setups import device_name, software
 from ..executor.launch.start import memory_bytes
 from ..planner.cost.collectives import Fabric, rings
@@ -227,6 +228,8 @@ def join(sets: GroupSets, device: torch.device) -> MeasuredGroup:
 
     handle = made()
     opposite = made() if backend == "gloo" else None
+    if opposite is not None:
+        connect(handle, opposite)
     group = MeasuredGroup(handle, mine, mine.index(rank), device, opposite)
     group.meet()
     return group

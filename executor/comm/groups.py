@@ -357,8 +357,8 @@ def _make_group(
 def _two_way(higher: Group, lower: Group) -> Group:
     """One group with the process groups of both, whose pairs of ranks are connected."""
     both = replace(higher, opposite=lower.handle)
-    for way in both.ways or ():
-        connect(way)
+    if both.ways is not None:
+        connect(*both.ways)
     return both
 
 

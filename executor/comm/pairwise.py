@@ -120,14 +120,13 @@ def exchange(
     opposite: dist.ProcessGroup,
 ) -> PairwiseWork:
     """Starts to send ``sent`` rows of ``out`` to the ranks of ``group``, in torch's order, and to
-    receive so many from them ``into``; what goes to lower ranks in ``opposite``. Collective."""
+    receive so many from them ``into``; what goes to lower ranks in ``opposite``. Collective, after
+    ``connect``."""
     me = group.rank()  # which it knows even after the process has left its groups
     arriving, leaving = torch.split(into, list(received)), torch.split(out, list(sent))
     if sent[me]:
         arriving[me].copy_(leaving[me])
     others = [rank for rank in range(len(sent)) if rank != me]
-    if group not in _exchanges:
-        _exchanges[group] = _Exchanges(group, opposite)
     known = _exchanges[group]
     tag, work = known.next_tag(), PairwiseWork(group, opposite)
     if not any(received[rank] or sent[rank] for rank in others):
@@ -150,18 +149,21 @@ def exchange(
     return work
 
 
-def connect(group: dist.ProcessGroup) -> None:
-    """Connects each pair of a new group's ranks. Collective in it."""
+def connect(group: dist.ProcessGroup, opposite: dist.ProcessGroup) -> None:
+    """Makes two new process groups of the same ranks ready for exchanges. Collective."""
+    if group in _exchanges:
+        return
+    _exchanges[group] = _Exchanges(group, opposite)
     # With TORCH_GLOO_LAZY_INIT a pair is connected by its first messages, and who issues one waits
-    # until the other does: of two ranks that request in two groups, each its own first, both wait
-    # for ever. Here all come to the pairs in one order.
+    # until the other does: two ranks that ask each other first, each in another group, wait for
+    # ever. Here all come to the pairs in one order.
     me, byte = group.rank(), torch.zeros(1, dtype=torch.uint8, device="cpu")
-    for low, high in combinations(range(group.size()), 2):
-        for tag in range(_interfaces()):
-            if me == low:
-                dist.send(byte, group=group, group_dst=high, tag=tag)
-            elif me == high:
-                dist.recv(byte, group=group, group_src=low, tag=tag)
+    pairs = combinations(range(group.size()), 2)
+    for (low, high), way, tag in product(pairs, (group, opposite), range(_interfaces())):
+        if me == low:
+            dist.send(byte, group=way, group_dst=high, tag=tag)
+        elif me == high:
+            dist.recv(byte, group=way, group_src=low, tag=tag)
 
 
 def _close(*groups: ref[dist.ProcessGroup]) -> None:

@@ -44,9 +44,9 @@ SENDS = {
     "reduce": 0,
     "reduce_scatter": 1,
     "reduce_scatter_tensor": 1,
-    "send": 0,
 }
-"""The collectives of torch, and which argument holds what this rank gives."""
+"""The collectives of torch, and which argument holds what this rank gives. Not ``send``, by which
+each pair of a group is connected: the cases use groups of those before."""
 Counts = dict[str, int]
 
 
