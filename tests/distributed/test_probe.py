@@ -162,6 +162,7 @@ def hosts_work(rank: int) -> tuple[StepOverhead, StepOverhead]:
         return _of_hosts(torch.device("cpu"), 9, lambda share: None)
 
 
+@pytest.mark.alone
 def test_hosts_of_gpus_take_time_for_what_is_rerun_and_copied(
     ranks: Callable[[int], Ranks],
 ) -> None:
