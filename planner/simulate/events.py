@@ -119,7 +119,7 @@ class _StepRun:
             self.ready_at.setdefault(message.ready, []).append((index, message))
         self.released = 0
         # Messages that have got ready and have not arrived.
-        self.travelling = 0
+        self.under_way = 0
         self.spans: list[Span] = []
 
     def run(self, work: Work, step: int) -> None:
@@ -129,7 +129,7 @@ class _StepRun:
         while gate >= 0 and any(self.missing[gate].get(k) for k in work.awaits):
             self._advance(None, float("inf"))
         left, start = work.seconds, self.now_s
-        if not self.travelling:
+        if not self.under_way:
             self.now_s, left = self.now_s + left, 0.0
         while left > 0:
             left = self._advance(work, left)
@@ -141,7 +141,7 @@ class _StepRun:
             if not message.goes(step):
                 continue
             self.released += 1
-            self.travelling += 1
+            self.under_way += 1
             # Equal urgency leaves the order in which messages get ready: first in, first out.
             urgency = 0.0 if self.step.schedule == "barrier" else message.urgency
             key = urgency, self.released
@@ -165,7 +165,7 @@ class _StepRun:
             if not task.left_s:
                 self._pause(task)
                 self.sending[task.message.link] = None
-                self.travelling -= 1
+                self.under_way -= 1
                 for k in task.message.units:
                     self.missing[task.step][k] -= 1
         return 0.0 if until_done <= span else left - span * work_rate

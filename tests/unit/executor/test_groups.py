@@ -48,6 +48,8 @@ def test_sockets_are_for_control_and_for_tensors_of_the_host(
         return handle.config if handle is not None else default
 
     monkeypatch.setattr(groups, "_connect", lambda handle, device: connected.append(handle))
+    both_ways: list[tuple[Handle, Handle]] = []
+    monkeypatch.setattr(groups, "connect", lambda *ways: both_ways.append(ways))
     monkeypatch.setattr(groups.dist, "new_group", new_group)
     monkeypatch.setattr(groups.dist, "get_backend_config", config)
     monkeypatch.setattr(groups.dist, "get_rank", lambda: 0)
@@ -68,3 +70,6 @@ def test_sockets_are_for_control_and_for_tensors_of_the_host(
     own = [*world.gradients.values(), *world.redistribution.values(), *world.unshards.values()]
     assert all((group.handle in connected) == on_stream for group in own)
     assert len(set(map(id, connected))) == len(connected)
+    # Ranks that send each other messages are connected beforehand, too.
+    assert bool(both_ways) == (not on_stream)
+    assert {group.ways for group in own} - {None} <= set(both_ways)
