@@ -113,6 +113,7 @@ def overhead(rank: int) -> tuple[StepOverhead, StepOverhead]:
     return found
 
 
+@pytest.mark.alone
 def test_the_executors_own_work_is_measured_and_all_ranks_agree(
     ranks: Callable[[int], Ranks],
 ) -> None:
