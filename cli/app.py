@@ -4,16 +4,13 @@ import atexit
 import gc
 import os
 import sys
-import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 from .. import __version__
-from ..executor.notes import note
+from ..executor.notes import show_warnings_as_notes
 from ..planner.schema.errors import InputError, MemoryRunError, MeshwrightError
 from .advise import advise
 from .calibrate import calibrate
@@ -29,7 +26,6 @@ STOPPED = 130
 LONGEST_NAME = 80
 # Objects made after which Python looks for circles of garbage (itself: 700 to 2,000, by version).
 GARBAGE = 50_000
-PACKAGE = Path(__file__).parents[1]
 
 app = typer.Typer(
     name="meshwright",
@@ -140,16 +136,5 @@ def main() -> None:
     # imported and plans are made saves about as much again.
     atexit.register(gc.freeze)
     gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])
-    warnings.showwarning = partial(_note_of_ours, warnings.showwarning)
+    show_warnings_as_notes()
     sys.exit(run())
-
-
-def _note_of_ours(
-    otherwise: Callable[..., None], message: Warning | str, category: type[Warning], filename: str,
-    *rest: Any,
-) -> None:  # fmt: skip
-    """A warning of this package is a line for its user, without the code that raised it."""
-    if issubclass(category, UserWarning) and Path(filename).is_relative_to(PACKAGE):
-        note(str(message))
-    else:
-        otherwise(message, category, filename, *rest)

@@ -18,7 +18,7 @@ from ...planner.schema.plan import Plan
 from ...planner.schema.precision import Precision
 from ...planner.schema.record import Count, Record, load, save
 from ...planner.schema.report import RunReport
-from ..notes import note
+from ..notes import note, show_warnings_as_notes
 from .progress import Step, progress
 
 if TYPE_CHECKING:
@@ -218,4 +218,5 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport | No
 
 
 if __name__ == "__main__":
+    show_warnings_as_notes(rank_zero_note)
     do(Path(sys.argv[1]))
