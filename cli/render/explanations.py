@@ -176,6 +176,11 @@ def _words(found: Explanation) -> Iterator[str]:
         )
     else:
         yield "No gradient exchange is exposed."
+    if found.waiting_s:
+        yield (
+            f"For {seconds(found.waiting_s)} a median rank waits for the slowest, which a plan has "
+            "as exposed or blocking communication."
+        )
 
 
 def _device_time(found: DeviceTime) -> Table:

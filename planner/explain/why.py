@@ -183,7 +183,8 @@ class Explanation(Record, frozen=True, kw_only=True):
     ``slowed_s`` is what a step may take with the background job that the goal allows (``step_s``
     without one), ``device_time`` what its device-seconds are made of. Where hosts train apart
     ``host_step_s`` is the step that one makes by itself: the units, their alternatives and the term
-    are of that, all else of the whole plan."""
+    are of that, all else of the whole plan. ``waiting_s`` is the prediction's: for so long a median
+    rank waits for the slowest, which is no part of ``exposed``."""
 
     step_s: Seconds
     slowed_s: Seconds
@@ -201,6 +202,7 @@ class Explanation(Record, frozen=True, kw_only=True):
     device_time: DeviceTime
     gains: tuple[Gain, ...] = ()
     host_step_s: Seconds | None = None
+    waiting_s: Seconds = 0.0
 
 
 def explain(
@@ -244,6 +246,7 @@ def explain(
         exposed=tuple(exposures(done)),
         units=tuple(units),
         device_time=device_time(done),
+        waiting_s=done.prediction.waiting_s,
     )
 
 

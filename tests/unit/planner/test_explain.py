@@ -58,6 +58,18 @@ def test_what_is_exposed_adds_up(case):
     assert all(set(e.units) <= names for e in found.exposed)
 
 
+def test_what_waits_for_the_slowest_is_told_beside_what_is_exposed():
+    """A plan has both as exposed: links that take no time leave only the wait."""
+    units = [linear(f"fc{i}", 512, 512, 1e-4) for i in range(3)]
+    links = cluster(4, inter=1e15, latency_s=0.0)
+    profile = msgspec.structs.replace(chain_profile(units), spread=0.1)
+    plan = make_plan(profile, links, Goal(batch=64))
+    found = explain(plan, profile, links)
+    assert found.waiting_s == plan.prediction.waiting_s > 0
+    exposed = sum(e.seconds for e in found.exposed)
+    assert plan.prediction.exposed_s == pytest.approx(exposed + found.waiting_s)
+
+
 def test_memory_that_binds_is_named():
     profile = chain_profile([linear(f"fc{i}", 512, 512, 1e-4) for i in range(3)])
     links = cluster(4, inter=1e12, latency_s=0.0)
