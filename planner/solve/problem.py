@@ -194,8 +194,8 @@ class Result(NamedTuple):
     """What a solver found: ``objective_s`` is the value of ``plan`` by the formulas that solvers
     work with (seconds of a step, or device-seconds), ``bound_s`` what no plan can beat (None where
     nothing was proved), ``gap`` = 1 - bound / objective, ``seconds`` what all searching took, which
-    ``solver.solve`` tells. What the step is predicted to take stands
-    in the plan: there it is simulated as it is run."""
+    ``solver.solve`` tells. What the step is predicted to take stands in the plan: there it is
+    simulated as it is run."""
 
     solver: str
     status: ResultStatus

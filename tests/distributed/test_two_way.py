@@ -206,7 +206,7 @@ def test_ranks_that_connect_at_their_first_message(
 ) -> None:
     # Else two ranks that ask each other first, each in another group, mostly wait for ever.
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
-    # One is two for torch: of these it takes turns by a message's tag.
+    # The same name twice is two for torch, of which a message's tag takes one.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", ",".join(["lo"] * interfaces))
     with three_processes(EXCHANGES, str(tmp_path / "store")) as started:
         found = [process.communicate(timeout=60) for process in started]

@@ -14,7 +14,7 @@ segments would do is answered here too (``fits_in_segments``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from typing import NamedTuple, Self
@@ -165,13 +165,11 @@ class Checkpointing:
         most = max(MOST_STEPS // max(sum(map(len, self.moves)), 1), 16)
         begin = Paths(np.zeros(1), tuple(np.array([c]) for c in first), *[nowhere] * 3)
         arriving: list[list[Paths]] = [[begin], *([] for _ in range(count))]
-        kept: list[Paths | None] = []
+        kept: dict[int, Paths] = {}
         for k in range(count):
             if not arriving[k]:
-                kept.append(None)
                 continue
-            here = _undominated(Paths.of(arriving[k]), most)
-            kept.append(here)
+            here = kept[k] = _undominated(Paths.of(arriving[k]), most)
             for moves in self._moves_by_end[k]:
                 steps = _after(here, k, moves, cost, limit_bytes)
                 if len(steps.saved):
@@ -182,18 +180,16 @@ class Checkpointing:
         found = Paths.of(arriving[count])
         return self._decisions(kept, found, int(np.lexsort(found.cost[::-1])[0]))
 
-    def _decisions(self, kept: Sequence[Paths | None], paths: Paths, path: int) -> Decisions:
+    def _decisions(self, kept: Mapping[int, Paths], paths: Paths, path: int) -> Decisions:
         """The options of all units on one of the paths; ``kept`` are those to each unit."""
         taken: list[Move] = []
-        start = len(kept)
+        start = len(self.decisions)
         while start:
             start, before, move = (
                 int(each[path]) for each in (paths.start, paths.before, paths.move)
             )
             taken.append(self.moves[start][move])
-            known = kept[start]
-            assert known is not None, "a path comes from a path"
-            paths, path = known, before
+            paths, path = kept[start], before
         return tuple(option for move in reversed(taken) for option in move.options)
 
     # -- moves -----------------------------------------------------------------------------------
