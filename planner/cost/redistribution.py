@@ -13,7 +13,7 @@ much as forward's.
 
 from collections.abc import Hashable, Sequence
 from math import lcm
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,8 @@ def overlap(owned: Sides, needed: Sides) -> tuple[Boxes, Boxes, Boxes, Boxes]:
 
 def volume(sides: Sides) -> Positions:
     """Samples times features of each box."""
-    product: Positions = (sides[1] - sides[0]) * (sides[3] - sides[2])
+    # Of narrow integers, too, in which sides are and their product may not be.
+    product: Positions = np.multiply(sides[1] - sides[0], sides[3] - sides[2], dtype=np.int64)
     return product
 
 
@@ -303,17 +304,18 @@ class _Intervals(NamedTuple):
 class _Side(NamedTuple):
     """The placements of one side of the pairs.
 
-    ``boxes`` [placement, 4, position]; ``copies`` [placement] is how often each element is held.
-    What the positions before each node's start (and before the last one's end) hold together are
-    the samples below ``whole`` [placement, end], of whole groups, as often as each element is held,
-    and the box ``partial`` [placement, 4, end] of one more group ``times`` [placement, end] (0
-    where there is nothing in it). ``samples`` and ``features`` are the intervals of the boxes.
+    ``boxes`` are the sides [placement, position], [1, 1] where all are equal (of features, most
+    often); ``copies`` [placement] is how often each element is held. What the positions before each
+    node's start (and before the last one's end) hold together are the samples below ``whole``
+    [placement, end], of whole groups, as often as each element is held, and the box ``partial``
+    (its sides [placement, end]) of one more group ``times`` [placement, end] (0 where there is
+    nothing in it). ``samples`` and ``features`` are the intervals of the boxes.
     """
 
-    boxes: Boxes
+    boxes: tuple[Boxes, ...]
     copies: Positions
     whole: Positions
-    partial: Boxes
+    partial: tuple[Boxes, ...]
     times: Positions
     samples: _Intervals
     features: _Intervals
@@ -325,10 +327,15 @@ class _Side(NamedTuple):
             for each in (self.samples, self.features)
         )
         return self._replace(
-            boxes=self.boxes[which], copies=self.copies[which], whole=self.whole[which],
-            partial=self.partial[which], times=self.times[which], samples=samples,
+            boxes=_rows(self.boxes, which), copies=self.copies[which], whole=self.whole[which],
+            partial=_rows(self.partial, which), times=self.times[which], samples=samples,
             features=features,
         )  # fmt: skip
+
+
+def _rows(sides: Sequence[Boxes], which: slice | Positions) -> tuple[Boxes, ...]:
+    """Those rows of each array, of which [1, 1] is all."""
+    return tuple(side if side.size == 1 else side[which] for side in sides)
 
 
 def _side(
@@ -340,16 +347,26 @@ def _side(
         _boxes_before(counts, placement, features, table, ends)
         for placement, table in zip(placements, tables, strict=True)
     ]
-    whole, partial, times = map(np.stack, zip(*before, strict=True))
+    # Numbers of half the size are compared in half the time.
+    width: Any = np.int32 if max(sum(counts), features) < np.iinfo(np.int32).max else np.int64
+    whole, partial, times = (np.stack(c).astype(width) for c in zip(*before, strict=True))
+    held = _by_side(partial)
     return _Side(
-        np.stack(tables),
+        _by_side(np.stack(tables).astype(width)),
         np.array([p.layout.degree if p.form == "replicate" else 1 for p in placements]),
         whole,
-        partial,
-        times * (volume(np.moveaxis(partial, 1, 0)) > 0),
+        held,
+        times * (volume(held) > 0),
         _intervals(tables, 0),
         _intervals(tables, 2),
     )
+
+
+def _by_side(sides: Boxes) -> tuple[Boxes, ...]:
+    """The four arrays [placement, n] of [placement, 4, n]; of features, one element in place of
+    equal ones, which stands for all of them where shapes broadcast."""
+    lo, hi, *features = np.moveaxis(sides, 1, 0)
+    return lo, hi, *(f[:1, :1] if (f == f[:1, :1]).all() else f for f in features)
 
 
 def _intervals(tables: Sequence[Boxes], low: int) -> _Intervals:
@@ -392,8 +409,8 @@ def _boxes_before(
 
 
 def _node_traffic(owned: _Side, needed: _Side, starts: Positions) -> Traffic:
-    own_boxes = np.moveaxis(owned.boxes, 1, 0)[:, :, None]
-    need_boxes = np.moveaxis(needed.boxes, 1, 0)[:, None]
+    own_boxes = [side[:, None] for side in owned.boxes]
+    need_boxes = [side[None] for side in needed.boxes]
     kept = volume(overlap(own_boxes, need_boxes))
     received = volume(need_boxes) - kept
     sent = needed.copies[None, :, None] * volume(own_boxes) - kept
@@ -419,23 +436,25 @@ def _node_traffic(owned: _Side, needed: _Side, starts: Positions) -> Traffic:
     )
 
 
-def _owned_by_node(one: Boxes, other: _Side, starts: Positions, axis: int) -> Positions:
+def _owned_by_node(one: Sides, other: _Side, starts: Positions, axis: int) -> Positions:
     """Elements of each box of ``one`` that its own node holds under ``other``: [source, target,
     position]; ``other`` varies along ``axis``."""
-    node = np.searchsorted(starts, np.arange(other.boxes.shape[2]), side="right") - 1
+    node = np.searchsorted(starts, np.arange(other.boxes[0].shape[1]), side="right") - 1
 
     def spread(values: Positions) -> Positions:
         return values[:, None] if axis == 0 else values[None]
 
-    first, end = spread(other.whole[:, node]), spread(other.whole[:, node + 1])
-    samples = np.maximum(np.minimum(one[1], end) - np.maximum(one[0], first), 0)
-    total: Positions = samples * (one[3] - one[2]) * spread(other.copies[:, None])
+    groups = spread(other.whole[:, node]), spread(other.whole[:, node + 1]), one[2], one[3]
+    total: Positions = volume(overlap(groups, one)) * spread(other.copies[:, None])
     # Where groups end with nodes there are no others.
     partly = np.flatnonzero(other.times.any(axis=1))
     if len(partly):
         where = (partly,) if axis == 0 else (slice(None), partly)
         for sign, at in ((1, node + 1), (-1, node)):
-            sides = [spread(other.partial[partly, side][:, at]) for side in range(4)]
+            sides = [
+                spread(side if side.size == 1 else side[:, at])
+                for side in _rows(other.partial, partly)
+            ]
             times = spread(other.times[partly][:, at])
             total[where] += sign * volume(overlap(one, sides)) * times
     return total
@@ -450,10 +469,10 @@ def _partners(others: _Side, mine: _Side, axis: int) -> Positions:
     """
     count: Positions = others.copies[:, None, None]
     for low, each in ((0, others.samples), (2, others.features)):
-        begun = np.searchsorted(each.cuts, mine.boxes[:, low + 1], side="left")
-        ended = np.searchsorted(each.cuts, mine.boxes[:, low], side="right")
+        begun = np.searchsorted(each.cuts, mine.boxes[low + 1], side="left")
+        ended = np.searchsorted(each.cuts, mine.boxes[low], side="right")
         count = count * (each.begun[:, begun] - each.ended[:, ended])
-    filled = volume(np.moveaxis(mine.boxes, 1, 0)) > 0
+    filled = volume(mine.boxes) > 0
     count = count * filled[None]
     return count if axis == 0 else np.moveaxis(count, 0, 1)
 
