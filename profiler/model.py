@@ -364,8 +364,8 @@ def _tell_of_late(names: Sequence[str]) -> None:
     if names:
         warnings.warn(
             f"time ran out before {len(names)} units were measured divided ({names[0]!r} first): "
-            "plans keep them whole; measure smaller or fewer batches (meshwright profile --batches "
-            "4,8), or give more time (budget_s of mw.profile)",
+            "plans keep them whole; measure fewer batches (meshwright profile --batches 4,8), or "
+            "give more time (budget_s of mw.profile)",
             stacklevel=2,
         )
 

@@ -5,14 +5,16 @@ from statistics import median
 
 import msgspec
 import pytest
+from meshwright.cli.render.explanations import explanation_tables
 from meshwright.executor.launch.report import Figures, RunReport
 from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.explain.why import explain
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
-from meshwright.planner.schema.text import expected
+from meshwright.planner.schema.text import expected, seconds
 from meshwright.planner.simulate import spread
-from meshwright.planner.solve.evaluate import evaluate
+from meshwright.planner.solve.evaluate import evaluate, make_plan
 from meshwright.profiler.timing import spread_of
 
 from tests.strategies import chain_profile, cluster, linear
@@ -57,6 +59,18 @@ def test_waiting_shows_where_it_is_measured(divided, schedule):
     else:
         assert noisy.blocking_s == plain.blocking_s
         assert noisy.exposed_s > plain.exposed_s
+
+
+def test_explaining_tells_how_long_a_median_rank_waits():
+    links = cluster(RANKS, inter=1e9)
+    for uneven in (0.0, 0.1):
+        made = profile(uneven)
+        plan = make_plan(made, links, Goal(batch=8))
+        waits = f"For {seconds(plan.prediction.waiting_s)} a median rank waits for the slowest"
+        said = [
+            part for part in explanation_tables(explain(plan, made, links)) if isinstance(part, str)
+        ]
+        assert any(part.startswith(waits) for part in said) == (uneven > 0)
 
 
 def test_a_slow_link_hides_the_waiting():
@@ -122,7 +136,7 @@ def test_the_spread_of_repetitions():
     # Of things that take a different time each, some of them disturbed badly now and then.
     repeated = [[(i + 1) * draw.gauss(1.0, 0.03) for _ in range(9)] for i in range(200)]
     assert spread_of(repeated) == pytest.approx(0.03, rel=0.1)
-    for seconds in repeated[::5]:
-        seconds[0] *= 5.0
+    for of_a_round in repeated[::5]:
+        of_a_round[0] *= 5.0
     assert spread_of(repeated) == pytest.approx(0.03, rel=0.2)
     assert spread_of([[1.0, 2.0]]) == 0.0
