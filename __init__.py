@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         explain,
         front,
         launch,
+        memory_timeline,
         multiplex,
         plan,
         probe,
@@ -59,7 +60,7 @@ __version__ = "0.1.0"
 _HOMES = {
     ".api": (
         "advise auto_parallelize calibrate compare compare_losses describe_cluster explain "
-        "front launch multiplex plan probe profile report sizes trace verify"
+        "front launch memory_timeline multiplex plan probe profile report sizes trace verify"
     ),
     ".executor.launch.background": "Background",
     ".executor.launch.hosts.settings": "Hosts",
@@ -127,6 +128,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_model",
     "loss_weight",
+    "memory_timeline",
     "micro_batches",
     "multiplex",
     "plan",

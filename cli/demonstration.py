@@ -122,7 +122,7 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> D
     for title, run in titled.items():
         if run.surprising:
             say(f"{title}: {SURPRISING}")
-    say(_beside_data_parallel(*runs))
+    say(_side_by_side(*runs))
     # Judged at the end, when all files are kept: they show what went wrong.
     if not verification.passed:
         raise RunError(f"training under the plan differs from one process's: see {kept}")
@@ -142,7 +142,7 @@ def _run(task: Task, answer: type[RecordT], plan: Plan | None = None) -> RecordT
     return found
 
 
-def _beside_data_parallel(planned: RunReport, plain: RunReport) -> str:
+def _side_by_side(planned: RunReport, plain: RunReport) -> str:
     """How long the plan's step was measured to take beside data parallelism's, and what was
     predicted."""
     predicted = planned.predicted.step_s / plain.predicted.step_s

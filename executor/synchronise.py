@@ -1,5 +1,5 @@
-"""Drives the exchange of gradients through each backward (steps 1 to 4 of [Note: From backward to
-the next forward] in executor/run.py).
+"""Drives the exchange of gradients through each backward (steps 1 to 4 of "From backward to the
+next forward" in docs/executor.md).
 
 What is averaged is all that has accumulated in ``grad``, as under DDP. An earlier average is equal
 on all ranks, so averaging it again leaves it as it is: several backwards before one step, gradients
@@ -102,6 +102,8 @@ class GradientSynchroniser:
 
     def abandon(self) -> None:
         """Forgets a backward that failed halfway."""
+        if self._active:
+            self._exchange.abandon()
         self._active = False
 
     def began(self, forward: Forward) -> None:
@@ -166,7 +168,8 @@ class GradientSynchroniser:
     def _exchange_all(self) -> None:
         self._number += 1
         # All of a parameter's ranks must agree on whether it is exchanged, and ranks may have used
-        # different ones. A gradient that the user has taken away is not sent.
+        # different ones. A gradient that the user has taken away
+        # counts as none.
         used = [
             (p in self._changed and p.parameter.grad is not None) or self._exchange.holds(p)
             for p in self.params

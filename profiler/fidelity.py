@@ -6,6 +6,7 @@ training.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +75,11 @@ class Fidelity:
             return
         if exchange == "topk":
             sent = whole.abs().topk(max(1, round(ratio * whole.numel()))).indices
-        else:
+        elif exchange == "dropped":
             leaves = self._steps % round(1 / ratio) == 0
             sent = torch.arange(whole.numel() if leaves else 0, device=whole.device)
+        else:
+            assert_never(exchange)
         energy, sent_energy = _energy(whole), _energy(whole[sent])
         whole[sent] = 0.0
         self._count(key, energy, sent_energy, whole)

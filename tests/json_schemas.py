@@ -1,4 +1,4 @@
-"""The JSON Schemas of the documents, as files.
+"""The JSON Schemas of the documents and of a run's report, as files.
 
 ``python -m tests.json_schemas FOLDER`` writes them.
 """
@@ -15,12 +15,14 @@ from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.schema.record import Document, write_whole
+from meshwright.planner.schema.record import Record, write_whole
+from meshwright.planner.schema.report import RunReport
 
-DOCUMENTS: dict[str, type[Document]] = {
+DOCUMENTS: dict[str, type[Record]] = {
     "plan": Plan,
     "model_profile": ModelProfile,
     "cluster": Cluster,
+    "run_report": RunReport,
 }
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -108,8 +108,8 @@ class World:
     ``crossings[span]``    those at a range of positions      samples from one layout to another
     ``hosts[m, n]``        of those with the same shard, runs gradients that are added up on hosts
                            of n, and those across the runs    before these exchange them
-    ``everyone``           all, on gloo; ``control`` but      agreements of all hosts
-                           where hosts train apart
+    ``everyone``           all of all hosts, on gloo, where   agreements of all hosts
+                           hosts train apart (else None)
     ``apart``              those in one place of all hosts    what hosts average where they train
                            that train apart                   apart
     ``agreed[m]``          on such a host, those with the     the same, among the ranks that share
@@ -122,7 +122,7 @@ class World:
 
     ``checkpoint_group`` makes one more, for the threads that write checkpoints. m is a degree.
     Layouts that leave positions idle have groups of their own, under the layout; who is idle there
-    is alone in its groups. ``make_world`` creates them all; which thread issues on
+    is alone in its groups. ``make_world`` creates all but that one; which thread issues on
     which is in [Note: Who issues collectives on which group] in gradients/priority.py.
     """
 

@@ -120,6 +120,11 @@ class Watchdog:
         if self.recorder is not None:
             self.recorder.issued(what)
 
+    def compare(self, group: Group) -> None:
+        """In debug mode, compares what was noted for a group and has been waited for elsewhere."""
+        if self._log is not None:
+            self._log.compared(group)
+
     def follow(self, work: dist.Work, doing: str) -> None:
         """Notes a collective that this rank may never wait for, so that it does not go unseen if
         the others never join it."""
@@ -147,8 +152,7 @@ class Watchdog:
                 with self._held():
                     self._wait_on_host(work, group, doing)
         # What other ranks have issued in its place is known now, and its result is not used yet.
-        if self._log is not None:
-            self._log.compared(group)
+        self.compare(group)
         return 0.0 if group.on_stream else time.perf_counter() - start
 
     def look(self) -> None:

@@ -221,6 +221,9 @@ class Exchange(ABC):
         """The gradient is complete, in a backward after which nothing is exchanged. Where it stays
         in ``grad``, later ones are added to it."""
 
+    def abandon(self) -> None:  # noqa: B027
+        """A backward has failed halfway."""
+
     def foresee(self) -> None:  # noqa: B027
         """At the beginning of a backward after which gradients are exchanged: those that it will
         not compute on this rank need not be waited for."""

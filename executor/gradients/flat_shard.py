@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.trees import map_only
-from ...planner.schema.errors import RunError
+from ...planner.schema.errors import InputError, RunError
 from ..comm.buffers import release_comm_buffers
 from ..comm.control import digest
 from ..comm.groups import Group
@@ -84,6 +84,15 @@ class FlatShardSpec:
     def own_numel(self) -> int:
         start, stop = self.bounds
         return stop - start
+
+    def check_format(self, parameter: Tensor) -> None:
+        """Raises ``InputError`` where the parameter does not lie in memory as it did."""
+        if parameter.stride() != self.stride:
+            raise InputError(
+                f"the memory format of {self.name!r} has changed since the plan was applied, by "
+                "which ranks share its elements out: change it before, as by "
+                "model.to(memory_format=...)"
+            )
 
     def chunk_of(self, whole: Tensor) -> Tensor:
         """This rank's elements: one dim, sharing memory where the format is the parameter's."""

@@ -86,8 +86,9 @@ class FullyShardedGradGroup(ShardedGradGroup):
         """Sends this rank's chunks to all peers once the last step has updated them, and gives the
         parameters memory to be filled. Never raises: ``wait_for_unshard`` does. Collective."""
         try:
-            if self.pipeline is not None:
-                self.pipeline.wait_for(self)
+            pipeline = self.pipeline  # the thread that trains may end it now
+            if pipeline is not None:
+                pipeline.wait_for(self)
             # Memory not before that, as an update has copies of its own.
             for param in self.params:
                 data = bare(param.parameter)
@@ -102,7 +103,8 @@ class FullyShardedGradGroup(ShardedGradGroup):
     @property
     def updated(self) -> bool:
         """Whether no step has still to update the chunks."""
-        return self.pipeline is None or self.pipeline.has_sent(self)
+        pipeline = self.pipeline
+        return pipeline is None or pipeline.has_sent(self)
 
     def wait_for_unshard(self, watch: Watchdog) -> float:
         """Waits until the parameters are whole. Returns the seconds waited."""

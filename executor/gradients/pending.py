@@ -128,6 +128,9 @@ def _pending_class(own: type, kind: type[PendingParam]) -> type:
 class GradStandIn(Tensor):
     """Stands in ``grad``, without memory. Whatever reads it gets what ``complete`` returns."""
 
+    answers_first = True
+    """Among other kinds of tensors: what it stands for may be of theirs, as a divided gradient."""
+
     @classmethod
     def like(cls, tensor: Tensor) -> Self:
         """A stand-in with the shape, the type and the device of a tensor."""

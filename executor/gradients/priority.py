@@ -29,7 +29,10 @@ ends. The library then carries them in that order, while the next forward waits 
 #   its update, from one of its own ([Note: Unshard and reshard] in unshard.py);
 # - what a user asks of sharded gradients, parameters and states (``Channels.full_gradients``): the
 #   thread that asks, which must then ask on all ranks;
-# - votes, agreements and forwards' headers: ``Control``, from the thread that trains.
+# - votes, agreements and forwards' headers, and where hosts train apart what all hosts agree on:
+#   ``Control`` (``World.control``, ``everyone``), from the thread that trains;
+# - what hosts that train apart average (``apart``, ``agreed``): the thread that calls the
+#   optimizer's step, at the inner steps at which a fragment leaves or arrives;
 # - what ranks tell each other while they write a checkpoint (``checkpoint_group``): the thread that
 #   writes it, and when one is read the thread that trains, which has waited for that.
 #
@@ -95,6 +98,9 @@ GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
 """Which class carries out an exchange policy: the place to add one."""
 
 
+_owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+"""How many tensors and storages have a memory, which torch tells to no public name."""
+
 Policy = Dropping | TopkState
 """What the groups of one policy share. It is told of the begin and the end of every backward; its
 ``state``, but for what groups hold, is what the next backwards depend on."""
@@ -145,6 +151,7 @@ class PriorityExchange(Exchange):
         self._watch, self._issued = watch, issued
         self._next = 0
         self._start_s = 0.0
+        self._in_backward = False
         self._votes: Votes | None = None
         self._unused: set[GradParam] = set()
         self._unsent: set[GradGroup] = set()
@@ -187,7 +194,9 @@ class PriorityExchange(Exchange):
     # -- backward ------------------------------------------------------------------------------
 
     def reset(self) -> None:
+        self._in_backward = False
         self.release.begin()
+        self._forget_failed()
         self.finish_all()
         self.complete()
         self._check_votes()
@@ -197,7 +206,22 @@ class PriorityExchange(Exchange):
         self._next, self._unused, self._unsent, self._just_packed = 0, set(), set(), None
         for param in (p for p in self.group_of if p.idle):  # must not hold back what comes after it
             self._take_unused(param)
-        self._start_s = time.perf_counter()
+        self._start_s, self._in_backward = time.perf_counter(), True
+
+    def abandon(self) -> None:
+        self._in_backward = False
+
+    def _forget_failed(self) -> None:
+        """Forgets what a backward that failed has gathered and not sent."""
+        for grad_group in self.grad_groups:
+            if not grad_group.sent:
+                grad_group.clear()
+            elif grad_group.sent < len(grad_group.slices):
+                raise RunError(
+                    f"the last backward ended when a part of the gradient of {grad_group.listed} "
+                    "had been sent, and ranks cannot go on from there: go on from a checkpoint, or "
+                    "plan with --schedule barrier"
+                )
 
     def sent(self, param: GradParam) -> bool:
         grad_group = self.group_of[param]
@@ -213,7 +237,10 @@ class PriorityExchange(Exchange):
         if self._just_packed is not None:
             self._just_packed = None
             self._advance()
-        self._take(param, as_sent(param))
+        gradient = as_sent(param)
+        # Autograd gives views of one gradient to parameters that are added up: in its place the sum
+        # over ranks would be made for one of them while another is still to read its own.
+        self._take(param, gradient.clone() if shares_memory(gradient) else gradient)
         if isinstance(grad_group.gradients[param], SparseGradient) or not grad_group.sends(param):
             self._show(param)  # its memory is free from here on
         if grad_group.full:
@@ -315,6 +342,7 @@ class PriorityExchange(Exchange):
         self._release()
         for policy in self.policies:
             policy.end()
+        self._in_backward = False
 
     def _release(self) -> None:
         """Waits for the gradients that are released early and have left, and applies them."""
@@ -363,10 +391,11 @@ class PriorityExchange(Exchange):
         if isinstance(grad_group.gradients[param], SparseGradient):
             parameter.grad = grad_group.gradients[param]
             return
-        finish, gradient = weakly(self.finish, grad_group), param.show(grad_group.gradients[param])
+        wait = weakly(self._finish_for_reader, grad_group)
+        gradient = param.show(grad_group.gradients[param])
 
         def arrive() -> Tensor:
-            finish()
+            wait()
             return gradient
 
         vacate = vacating(parameter, lambda: torch.zeros_like(gradient))
@@ -379,7 +408,7 @@ class PriorityExchange(Exchange):
         def wait() -> None:
             exchange, grad_group = myself(), mine()
             if exchange is not None and grad_group is not None and grad_group.awaits(average):
-                exchange.finish(grad_group)
+                exchange._finish_for_reader(grad_group)
 
         param.parameter.grad = ShardedGradient.stand_for(
             param.parameter, grad_group.specs[param], average, wait
@@ -407,6 +436,13 @@ class PriorityExchange(Exchange):
                 self._issued(text, one.gathered_bytes, one.gather_group)
         # A copy: its thread's waits are not those of the thread that trains.
         return ShardedStepPipeline(updates, copy.copy(self._watch), self._orders.arrived)
+
+    def _finish_for_reader(self, grad_group: GradGroup) -> None:
+        """``finish``, for somebody who reads or changes one of the gradients."""
+        # In backward what is computed later is still to be added, or the group to be sent.
+        if self._in_backward and grad_group.in_flight:
+            raise _touched(grad_group)
+        self.finish(grad_group)
 
     def finish(self, grad_group: GradGroup) -> None:
         """Waits for a group, applies the step that took it over, and shows plain gradients."""
@@ -437,13 +473,12 @@ class PriorityExchange(Exchange):
 
     def _arrive(self, grad_group: GradGroup) -> None:
         if grad_group.sent < len(grad_group.slices):
-            raise RunError(
-                f"the gradient of {grad_group.params[0].name!r} was touched in backward while it "
-                "was on its way: read gradients after backward"
-            )
+            raise _touched(grad_group)
         self._check_votes_if_due(grad_group)
         waited_s = grad_group.wait_and_average(self._watch)
         self._waited_s += waited_s
+        if isinstance(grad_group, HostGradGroup):  # noted here, waited for by its stages' threads
+            self._watch.compare(grad_group.params[0].group)
         self._orders.arrived(grad_group, waited_s)
         update, gradients = grad_group.update, grad_group.gradients
         grad_group.clear()
@@ -453,6 +488,21 @@ class PriorityExchange(Exchange):
                 param.parameter.grad = param.show(gradient)
         if update is not None:
             update()
+
+
+def _touched(grad_group: GradGroup) -> RunError:
+    return RunError(
+        f"the gradient of {grad_group.listed} was touched in backward after it had been sent: read "
+        "gradients after backward; where one parameter gets two gradients in a backward, as by "
+        "reentrant checkpoints, use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def shares_memory(gradient: Tensor) -> bool:
+    """Whether another tensor has (a part of) the memory of a gradient that autograd has just put
+    into ``grad``."""
+    # A new gradient has one owner, and the storage that is made here to ask is another.
+    return _owners is not None and _owners(gradient.untyped_storage()._cdata) > 2
 
 
 def _may_stay(grad_group: GradGroup, somewhere: Collection[GradParam]) -> bool:

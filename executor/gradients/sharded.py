@@ -337,6 +337,8 @@ class ShardedGradGroup(GradGroup):
     def pack(self) -> None:
         """All slices take what they will send: nothing needs the whole gradients any more."""
         # At once, as the last slices may leave much later, behind those of units in front.
+        for param, spec in self.specs.items():
+            spec.check_format(bare(param.parameter))
         averages = {param: self.average_of(param) for param in self.params}
         for one in self.slices:
             one.pack(self.gradients, averages)

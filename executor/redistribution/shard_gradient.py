@@ -55,6 +55,8 @@ class ShardGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(getattr(kind, "answers_first", False) for kind in types):
+            return NotImplemented
         answer = _ANSWERS.get(func)
         with torch._C.DisableTorchFunctionSubclass():
             result = answer(*args, **(kwargs or {})) if answer else func(*args, **(kwargs or {}))

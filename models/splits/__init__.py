@@ -28,6 +28,8 @@ from .recipe import (
 )
 
 __all__ = [
+    "BLOCK_KINDS",
+    "LEAF_KINDS",
     "apply_split",
     "block_kind",
     "find_splits",
@@ -44,7 +46,11 @@ BLOCKS: tuple[tuple[UnitKind, Recipe], ...] = (
     ("experts", ExpertsRecipe()),
 )
 
+BLOCK_KINDS = frozenset(kind for kind, _ in BLOCKS)
+
 LEAVES: tuple[Recipe, ...] = (LinearRecipe(), EmbeddingRecipe(), ConvolutionRecipe())
+LEAF_KINDS: frozenset[UnitKind] = frozenset({"linear", "embedding", "conv"})
+"""Kinds of these, which an activation, dropout or normalisation that follows joins."""
 
 
 def block_kind(model: nn.Module, module: str) -> UnitKind | None:

@@ -17,7 +17,7 @@ from ..failing import in_module
 from ..opened import leaves_in
 from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
-from ..splits import find_splits, guessed
+from ..splits import BLOCK_KINDS, find_splits, guessed
 from ..splits.check import is_equivalent
 from ..splits.leaves import BATCH_NORMS
 from ..trial_sizes import SEVERAL, first_taken
@@ -50,7 +50,6 @@ from .trace import Trace, record
 
 _TRIED_SAMPLES = 2
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-_BLOCKS = ("attention", "mlp", "experts")
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def _finest(
         kept = trial.checked(specs) if trial else specs
         # A module that only looks like attention or an MLP has better chances in its parts.
         lost = {
-            n for n, u in specs.items() if u.kind in _BLOCKS and u.splits and not kept[n].splits
+            n for n, u in specs.items() if u.kind in BLOCK_KINDS and u.splits and not kept[n].splits
         }
         if lost <= refused:
             return _discovery(model, traces, traced[0], flows, kept, inputs)
@@ -325,7 +324,7 @@ def _specs(
             obstacle = stays_whole.MIXED if mixed else absent
         splits = find_splits(model, unit.modules)
         fitting = tuple(s for s in splits if batched and not obstacle and _fits(unit, s, batched))
-        reason = why_not_finer(model, traces[0], unit) if unit.kind not in _BLOCKS else ""
+        reason = why_not_finer(model, traces[0], unit) if unit.kind not in BLOCK_KINDS else ""
         if splits and not fitting:
             reason = reason or obstacle or stays_whole.FEATURES
         if not splits:

@@ -4,7 +4,8 @@ A unit is the smallest piece that can get a decision of its own: called once in 
 and left through known tensors. From the model downwards a module is entered as long as the modules
 in it that are called exactly once have most of its parameters: the few that its own code uses
 (class tokens, tables of positions, scales of a branch), or that of modules called several times,
-then belong to no unit. Attention, MLPs and mixtures of experts with a known recipe stay whole.
+then belong to no unit. Attention, MLPs and mixtures of experts with a known recipe are one unit
+each.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ...planner.schema.profile import UnitKind
-from ..splits import block_kind
+from ..splits import LEAF_KINDS, block_kind
 from ..splits.leaves import BATCH_NORMS, CONVOLUTIONS, is_linear, is_norm, may_follow
 from .trace import Event, Trace, TracedTensor
 
@@ -193,7 +194,7 @@ def _merge(model: nn.Module, trace: Trace, traced: list[TracedUnit]) -> list[Tra
 
 def _next_call(model: nn.Module, trace: Trace, unit: TracedUnit) -> Event | None:
     """The call that directly follows a unit and joins it, if there is one."""
-    if unit.end >= len(trace.events) or unit.kind not in ("linear", "conv", "embedding"):
+    if unit.end >= len(trace.events) or unit.kind not in LEAF_KINDS:
         return None
     event = trace.events[unit.end]
     if event.module is None or len(trace.calls(event.module)) != 1:

@@ -90,7 +90,8 @@ def barrier_step(chain: Chain, micro_batches: int = 1) -> float:
             + max( Σ(B + A backward),
                    max over l, j of ( ΣA^l + Σ_{k≥j} B_k + Σ_{k>j} A^other_k + Σ_{k≤j} C^l_k ) )
 
-    with A of the backward only, and inner A^other_k counted for k ≥ j. What DDP does at best.
+    with A of the backward only, and inner A^other_k counted for k ≥ j; the symbols are those of
+    docs/planner.md. GHP's step, and what DDP does at best.
     """
     whole = compute_s(chain) + blocking_s(chain)
     forward = chain.forward_s.sum() + chain.entry_forward_s.sum() + chain.inner_forward_s.sum()

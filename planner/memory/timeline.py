@@ -1,4 +1,4 @@
-"""What a rank holds at each point of a step.
+"""What a rank holds at each point of a step (LaySA's memory timeline).
 
 ``points`` is the one statement of it: ``timeline`` and ``fullest_bytes`` evaluate it for a plan,
 and ``rows`` turns it into rows that are linear in the units' decisions, for the solvers.

@@ -1,26 +1,32 @@
 """How gradients are packed into messages, and in which order those leave.
 
-This is the one statement of both: the simulation asks it, and the executor asks it. It knows no
-units and no tensors, only sizes, and what may travel together.
+Packing is stated here alone: the simulation asks it, and the executor asks it. It knows no units
+and no tensors, only sizes, and what may travel together. The order here is the executor's; the
+simulation follows the same rule as its clock goes on (``events``).
 """
 
 # [Note: The order of slices]
 # A collective library demands that all ranks issue the same collectives in the same order. Ranks
 # get their gradients ready at different moments, so none may decide by what it sees: there is one
-# order over all gradients and all links, fixed before backward begins, and the same on every rank.
+# order over all gradients, fixed before backward begins, and the same on every rank.
 #
 # It is that of a simulation (``send_order``). Gradients get ready as backward comes down to their
-# unit. A link carries one slice at a time and takes the most urgent of those that are ready: the
+# unit. The link carries one slice at a time and takes the most urgent of those that are ready: the
 # one whose unit comes first in forward (P3, Jayarajan et al., arXiv 1905.03960). What leaves by
-# that order is never held back by a less urgent slice, but for the one under way.
+# that order is never held back by a less urgent slice, but for the one under way. As soon as one
+# unit is fully sharded all leave first come, first served (``by_urgency``).
 #
-# The first order uses the plan's times. Where those are wrong, a slice whose turn it is holds back
-# others that are ready. So every rank measures, and now and then all agree on the latest times of
-# any rank (``SendOrder`` in executor/gradients/order.py). That agreement travels in the background
-# and is read at the beginning of the next backward, which all ranks begin after the same number of
-# exchanges: so they all swap the order at the same step. All that goes in must be equal on all
-# ranks, hence sizes are members' shares of the undivided size (``shared_bytes``), also where this
-# rank has less of a parameter, or nothing.
+# Slices that stay inside hosts take their turn among those that cross, as if one link carried all:
+# what ranks measure is one rate. The plan's prediction has them on a link of their own, where they
+# may leave sooner.
+#
+# The first order uses the plan's times, of computing alone. Where those are wrong, a slice whose
+# turn it is holds back others that are ready. So every rank measures, and now and then all agree on
+# the latest times of any rank (``SendOrder`` in executor/gradients/order.py). That agreement
+# travels in the background and is read at the beginning of the next backward, which all ranks begin
+# after the same number of exchanges: so they all swap the order at the same step. All that goes in
+# must be equal on all ranks, hence sizes are members' shares of the undivided size
+# (``shared_bytes``), also where this rank has less of a parameter, or nothing.
 
 from collections.abc import Hashable, Iterable, Sequence
 from heapq import heappop, heappush
@@ -137,12 +143,11 @@ def packed(size_bytes: int, message_bytes: int) -> bool:
 
 class ReadyGroup(NamedTuple):
     """Gradients that get ready together, ``ready_s`` after backward began. The lowest ``urgency``
-    goes first. ``slices`` are the seconds that each takes on its ``link``."""
+    goes first. ``slices`` are the seconds that each takes."""
 
     ready_s: float
     urgency: int
     slices: tuple[float, ...]
-    link: int = 0
 
 
 class SendSlot(NamedTuple):
@@ -159,26 +164,13 @@ def by_urgency(exchanges: Iterable[ExchangePolicy]) -> bool:
     return "fully_sharded" not in exchanges
 
 
-def send_order(
-    groups: Sequence[ReadyGroup], *, sliced: bool = True, urgent: bool = True
-) -> list[SendSlot]:
+def send_order(groups: Sequence[ReadyGroup], *, urgent: bool = True) -> list[SendSlot]:
     """The slots in the order of their starts (see [Note: The order of slices]). Without ``urgent``
-    first come, first served; without ``sliced`` what has begun is sent to its end."""
-    begun: list[tuple[float, int, SendSlot]] = []
-    for link in sorted({group.link for group in groups}):
-        mine = [i for i, group in enumerate(groups) if group.link == link and group.slices]
-        begun += _on_link(groups, mine, sliced, urgent)
-    # What starts at one moment on both links: by its place on its own, the same on every rank.
-    return [slot for _, _, slot in sorted(begun)]
-
-
-def _on_link(
-    groups: Sequence[ReadyGroup], mine: Sequence[int], sliced: bool, urgent: bool
-) -> list[tuple[float, int, SendSlot]]:
-    """(start, place among the link's, slot) of each slice."""
-    coming = sorted(mine, key=lambda i: (groups[i].ready_s, -groups[i].urgency), reverse=True)
+    first come, first served."""
+    filled = [i for i, group in enumerate(groups) if group.slices]
+    coming = sorted(filled, key=lambda i: (groups[i].ready_s, -groups[i].urgency), reverse=True)
     ready: list[tuple[int, int, int]] = []  # urgency or place in the queue, group, next slice
-    found: list[tuple[float, int, SendSlot]] = []
+    found: list[SendSlot] = []
     now, arrived = 0.0, 0
     while coming or ready:
         if not ready:
@@ -188,10 +180,8 @@ def _on_link(
             heappush(ready, (groups[i].urgency if urgent else arrived, i, 0))
             arrived += 1
         key, i, number = heappop(ready)
-        last = number + 1 if sliced else len(groups[i].slices)
-        for n in range(number, last):
-            found.append((now, len(found), SendSlot(i, n)))
-            now += groups[i].slices[n]
-        if last < len(groups[i].slices):
-            heappush(ready, (key, i, last))
+        found.append(SendSlot(i, number))
+        now += groups[i].slices[number]
+        if number + 1 < len(groups[i].slices):
+            heappush(ready, (key, i, number + 1))
     return found

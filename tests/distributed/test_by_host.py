@@ -17,6 +17,7 @@ from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import Plan
 from plans import plan, scheduled, unit
 from reference import twin
+from test_debug import debugging
 from test_sharded import NAMES, OPTIMIZERS, close, data, loss_of, net, part, same_everywhere
 from torch import nn
 
@@ -130,6 +131,25 @@ def accumulates(rank: int, chosen: Plan) -> None:
 
 def test_gradients_accumulate(ranks):
     ranks(4)(accumulates, by_host())
+
+
+def is_compared(rank: int, chosen: Plan) -> list[int]:
+    """How many collectives that debug mode has not compared are left after each step."""
+    model = net()
+    with debugging():
+        apply(model, OPTIMIZERS["sgd"](model.parameters()), chosen, timeout_s=20)
+    run, left = run_of(model), []
+    for seed in range(3):
+        loss_of(model, part(rank, [2, 2, 2, 2], seed)).backward()
+        run.finish_steps()
+        left.append(sum(len(one.open) for one in run.watch._log._sequences.values()))
+        model.zero_grad()
+    return left
+
+
+def test_debug_mode_compares_what_threads_have_waited_for(ranks):
+    for left in ranks(4)(is_compared, by_host()):
+        assert left[0] >= left[-1]
 
 
 def loses_a_peer(rank: int, chosen: Plan) -> str:

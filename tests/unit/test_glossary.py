@@ -1,4 +1,4 @@
-"""The glossary holds every word of the JSON documents and of the command line that is not plain."""
+"""The glossary holds every word of JSON files and of the command line that is not plain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ PLAIN_FIELDS = {
     "memory_bytes", "memory_limit_bytes", "parameter_bytes", "peak_bytes", "samples_per_s",
     "seconds_per_byte",
     # of training
-    "batch", "batches", "nodes", "step", "updates", "prediction",
+    "batch", "batches", "nodes", "step", "steps", "updates", "prediction", "loss", "accuracy",
+    # of a run's report
+    "predicted", "data_parallel", "slowdown", "limit", "ended",
 }  # fmt: skip
 PLAIN_OPTIONS = {
     # files, and how much is shown

@@ -2,6 +2,8 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.planner.simulate.events import simulate
+from meshwright.planner.simulate.schedule import COMPUTE, Message, Step, Work
 from meshwright.planner.simulate.slicing import (
     PACKED_BYTES,
     ReadyGroup,
@@ -16,27 +18,23 @@ whole = st.integers(0, 8).map(float)
 @st.composite
 def many_groups(draw):
     count = draw(st.integers(1, 6))
-    links = draw(st.integers(1, 2))
     return [
         ReadyGroup(
             draw(whole),
             k,
             tuple(draw(st.lists(whole, max_size=4))),
-            draw(st.integers(0, links - 1)),
         )
         for k in range(count)
     ]
 
 
 def starts(groups, slots):
-    """When each slot starts, if each link takes its slots as soon as it is free."""
-    free: dict[int, float] = {}
-    found = []
+    """When each slot starts, if the link takes its slots as soon as it is free."""
+    free, found = 0.0, []
     for slot in slots:
         group = groups[slot.group]
-        at = max(free.get(group.link, 0.0), group.ready_s)
-        free[group.link] = at + group.slices[slot.number]
-        found.append(at)
+        found.append(max(free, group.ready_s))
+        free = found[-1] + group.slices[slot.number]
     return found
 
 
@@ -46,12 +44,6 @@ def test_an_urgent_unit_goes_between_the_slices_of_a_less_urgent_one():
     first = [SendSlot(0, 0), SendSlot(0, 1), SendSlot(1, 0), SendSlot(1, 1), SendSlot(0, 2)]
     assert send_order([late, early]) == first
     assert send_order([late, early], urgent=False) == sorted(first)
-    assert send_order([late, early], sliced=False) == sorted(first)
-
-
-def test_links_do_not_wait_for_each_other():
-    groups = [ReadyGroup(0.0, 1, (9.0, 9.0), link=0), ReadyGroup(1.0, 0, (1.0,), link=1)]
-    assert send_order(groups) == [SendSlot(0, 0), SendSlot(1, 0), SendSlot(0, 1)]
 
 
 @settings(max_examples=300, deadline=None)
@@ -66,10 +58,32 @@ def test_no_slice_waits_for_a_less_urgent_one(groups):
         mine = groups[slot.group]
         for other in slots[i + 1 :]:
             rival = groups[other.group]
-            if rival.link == mine.link and rival.ready_s <= start:
+            if rival.ready_s <= start:
                 assert rival.urgency >= mine.urgency
             if other.group == slot.group:
                 assert other.number > slot.number
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 4), st.integers(0, 8)), max_size=6))
+def test_the_simulation_of_a_step_sends_in_that_order(units):
+    """Units are given by the seconds of backward, their slices, and the seconds of a slice."""
+    # No slice ends when a backward does: which comes first then is not said.
+    seconds = [slice_s + 1 / 64 for _, _, slice_s in units]
+    work = [Work(COMPUTE, k, "backward", float(units[k][0]), frees=True) for k in range(len(units))]
+    after = Work(COMPUTE, 0, "forward", 1e6)
+    messages = [
+        Message((k,), "inter", seconds[k], k)
+        for k, unit in enumerate(units)
+        for _ in range(unit[1])
+    ]
+    step = Step((*reversed(work), after), tuple(messages), "priority")
+    spans = [span for span in simulate(step, steps=1).spans if span.message >= 0]
+    groups = [
+        ReadyGroup(float(sum(b for b, _, _ in units[k:])), k, (seconds[k],) * count)
+        for k, (_, count, _) in enumerate(units)
+    ]
+    assert [span.unit for span in spans] == [slot.group for slot in send_order(groups)]
 
 
 @settings(max_examples=300, deadline=None)
