@@ -103,7 +103,9 @@ def join(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
 def _emptied(item: Any) -> Any:
     if isinstance(item, Batch):
         return item.slice(0, 0)
-    size = next((t.shape[0] for t in pytree.tree_leaves(item) if isinstance(t, Tensor)), None)
+    size = next(
+        (t.shape[0] for t in pytree.tree_leaves(item) if isinstance(t, Tensor) and t.ndim), None
+    )
 
     def cut(tensor: Tensor) -> Tensor:
         return tensor[:0] if tensor.ndim and tensor.shape[0] == size else tensor

@@ -200,16 +200,19 @@ class LateParameters:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         _registrations.begin()
         self._known, self._count = set(parameters), _registrations.count
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        """New ones that were not trained when they were seen."""
 
     def check(self, model: nn.Module) -> None:
         """Raises ``InputError`` where the model has a parameter that is new, or has replaced one,
         and is trained."""
-        # Only where something was registered since: to look at all parameters takes its time.
-        if self._count == _registrations.count:
-            return
-        self._count = _registrations.count
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter not in self._known:
+        # All only where something was registered since: to look at them takes its time.
+        if self._count != _registrations.count:
+            self._count = _registrations.count
+            new = [(n, p) for n, p in model.named_parameters() if p not in self._known]
+            self._frozen = new
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
                 raise InputError(
                     f"parameter {name!r} came into the model after its plan was applied, which "
                     "exchanges no gradient of it: give the model all of its parameters before "

@@ -176,8 +176,9 @@ def loss_weight(count: float, model: nn.Module | None = None) -> None:
 
     Call it on every rank after the forward and before its backward, with the count of this rank's
     share (zero is allowed). The gradient is then that of the mean over all ranks' counts.
-    Collective. Of several micro-batches ``micro_batches`` is given the ``counts`` instead; inside
-    its loop this raises ``InputError``. ``model`` may be left out where only one model is trained.
+    Collective. Of several forwards before it the last is weighted. Of several micro-batches
+    ``micro_batches`` is given the ``counts`` instead; inside its loop this raises ``InputError``.
+    ``model`` may be left out where only one model is trained.
     """
     run = run_of(model) if model is not None else (_latest() if _latest is not None else None)
     if run is None or run.forward is None:

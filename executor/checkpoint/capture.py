@@ -18,9 +18,7 @@ from ..parallel import exchange_state_dict
 from ..run import Run
 from .boxes import TensorBox
 from .holdings import Holding, StateTensor, holdings_of
-
-MODEL, OPTIMIZER, EXCHANGE = "model", "optimizer", "exchange"
-"""What the names of stored tensors begin with."""
+from .index import EXCHANGE, MODEL, OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -170,11 +168,20 @@ def _shared_state(model: nn.Module, holdings: Iterable[Holding], parts: Parts) -
         groups = parts.optimizer.param_groups
         named = zip(groups, parameter_names(parts.optimizer, holdings), strict=True)
         shared["groups"] = [{**group, "params": names} for group, names in named]
+        shared["kind"] = kind_name(parts.optimizer)
     for name in ("scheduler", "scaler"):
         part = getattr(parts, name)
         if part is not None:
             shared[name] = part.state_dict()
     return shared
+
+
+def kind_name(optimizer: Optimizer) -> str:
+    """The class of an optimizer: of torch's, where somebody's own stands around or below it."""
+    own = type(getattr(optimizer, "optimizer", optimizer))
+    kinds = (kind for kind in own.__mro__ if kind is not Optimizer)
+    found = next((kind for kind in kinds if kind.__module__.startswith("torch.optim.")), own)
+    return found.__qualname__
 
 
 def with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +164,9 @@ class Checkpoint:
         self._model, self._run, self._parts = model, run, parts
         self._every, self._keep = every, keep
         self._group = checkpoint_group(run.world, run.watch.timeout_s).handle
+        for other in _of_group(self._group):  # one of them may write into this very folder
+            other._join()
+        _of_group(self._group).add(self)
         self._steps = 0
         self._found = rank_zero_decides(lambda: steps_in(folder))
         self._resumed = False
@@ -221,8 +225,9 @@ class Checkpoint:
             return rank_zero_decides(lambda: index_or_damage(where))
 
         def wrong(where: Path, index: CheckpointIndex) -> str | None:
-            # Each rank looks at some of the files.
-            mine = (find_damage(where, file) for file in index.files[world.rank :: world.size])
+            # Each rank looks at some of the files, and at as much of them as the others.
+            files = sorted(index.files, key=lambda file: -file.bytes)[world.rank :: world.size]
+            mine = (find_damage(where, file) for file in files)
             found = next((damage for damage in mine if damage is not None), None)
             return next((told for told in every_rank_tells(found) if told is not None), None)
 
@@ -282,15 +287,22 @@ class Checkpoint:
         def write() -> None:
             self._write(description, tensors, state)
 
+        # Ranks that write two trainings, or one into two folders, do so in one order.
+        for other in _of_group(self._group):
+            other._join()
         self._writing = self._steps
         self._thread = spawn(f"checkpoint of step {self._steps}", write)
+
+    def _join(self) -> None:
+        """Waits for the thread that writes, whatever becomes of it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on disk. Raises ``RunError`` where it could not be
         written, on every rank."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._join()
         failure, self._failure = self._failure, None
         if failure is None:
             return
@@ -348,12 +360,25 @@ class Checkpoint:
         rank = self._run.world.rank
         try:
             save(self.folder, description, rank, tensors, state, self._group)
-            if rank == 0:
-                remove_older(self.folder, description.step, self._keep)
         except Exception as error:
             if rank == 0:
                 discard(self.folder, description.step)
             self._failure = error
+            return
+        if rank == 0:
+            try:
+                remove_older(self.folder, description.step, self._keep)
+            except OSError as error:  # the new one is whole, and other ranks go on
+                note(f"older checkpoints stay in {self.folder}: {error.strerror}")
+
+
+# Those that were made within a process group, in whose order of collectives they must write.
+_within: Any = WeakKeyDictionary()
+
+
+def _of_group(group: Any) -> WeakSet[Checkpoint]:
+    found: WeakSet[Checkpoint] = _within.setdefault(group, WeakSet())
+    return found
 
 
 def _let_write(reference: weakref.ref[Checkpoint]) -> None:

@@ -12,8 +12,9 @@ from .index import INDEX
 from .safetensors import write_all
 
 _STEP = re.compile(r"step-(\d{8,})")
-# What is being written and what is being removed: never taken for a checkpoint.
-_WRITING, _GONE = ".writing-", ".gone-"
+# What is being written, what is being removed, and what another takes the place of: never taken for
+# a checkpoint.
+_WRITING, _GONE, _REPLACED = ".writing-", ".gone-", ".replaced-"
 
 
 def step_name(step: int) -> str:
@@ -47,7 +48,9 @@ def check_folder(folder: Path) -> None:
         raise InputError(f"{folder} is one checkpoint: name the folder that it lies in")
     if steps_in(folder) or not folder.exists():
         return
-    others = [e.name for e in folder.iterdir() if not e.name.startswith((_WRITING, _GONE))]
+    others = [
+        e.name for e in folder.iterdir() if not e.name.startswith((_WRITING, _GONE, _REPLACED))
+    ]
     if others:
         raise InputError(
             f"{folder} is not a folder of checkpoints (it has {sorted(others)[0]!r}): name a new "
@@ -65,7 +68,9 @@ def prepare(folder: Path) -> None:
             f"cannot make the folder {folder}: {error.strerror}; name another for checkpoints"
         ) from None
     for entry in list(folder.iterdir()):
-        if entry.name.startswith((_WRITING, _GONE)):
+        if entry.name.startswith(_REPLACED):
+            _put_back(entry)
+        if entry.name.startswith((_WRITING, _GONE, _REPLACED)):
             shutil.rmtree(entry, ignore_errors=True)
 
 
@@ -78,13 +83,25 @@ def publish(folder: Path, step: int) -> None:
     """Makes what was written the checkpoint of that step: from now on it is found."""
     written, final = writing_folder(folder, step), folder / step_name(step)
     sync(written)
-    # One that was damaged, or the same step saved again. Removing it may take long: it is only out
-    # of sight until the new one is there.
-    gone = _put_away(final) if final.exists() else None
-    written.rename(final)
+    # One that was damaged, or the same step saved again. It is out of sight until the new one is
+    # there, and comes back if that does not come.
+    old = _put_away(final, _REPLACED) if final.exists() else None
+    try:
+        written.rename(final)
+    except BaseException:
+        if old is not None:
+            _put_back(old)
+        raise
     sync(folder)
-    if gone is not None:
-        shutil.rmtree(gone, ignore_errors=True)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _put_back(old: Path) -> None:
+    """Gives a checkpoint that was replaced its name, where none has it."""
+    final = old.with_name(old.name.removeprefix(_REPLACED))
+    if not final.exists():
+        old.rename(final)
 
 
 def remove_older(folder: Path, step: int, keep: int) -> None:
@@ -98,8 +115,8 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(_put_away(checkpoint), ignore_errors=True)
 
 
-def _put_away(checkpoint: Path) -> Path:
-    gone = checkpoint.with_name(f"{_GONE}{checkpoint.name}")
+def _put_away(checkpoint: Path, prefix: str = _GONE) -> Path:
+    gone = checkpoint.with_name(f"{prefix}{checkpoint.name}")
     shutil.rmtree(gone, ignore_errors=True)
     return checkpoint.rename(gone)
 

@@ -123,8 +123,12 @@ class HeldBack:
         if not isinstance(optimizer, SGD) or holding.spec is not None:
             return False
         state = optimizer.state[holding.tensor]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.empty_like(bare(holding.tensor)).copy_(velocity)
+        # The optimizer turns the sign of what it gets where it maximises.
+        turned = any(
+            holding.tensor in set(g["params"]) and g["maximize"] for g in optimizer.param_groups
+        )
+        buffer = torch.empty_like(bare(holding.tensor)).copy_(velocity)
+        state["momentum_buffer"] = buffer.neg_() if turned else buffer
         return True
 
     def _policy(self, name: str, own: Any) -> Any:

@@ -3,7 +3,7 @@ parameters and optimizer's state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,15 @@ from ..optimizer.chunks import MAIN_WEIGHTS
 from ..run import Run
 from .boxes import HeldPart
 from .capture import (
-    EXCHANGE,
-    MODEL,
-    OPTIMIZER,
     Parts,
+    kind_name,
     parameter_names,
     set_random_state,
     with_extra_state,
 )
 from .held_back import HeldBack
 from .holdings import Holding, StateTensor, holdings_of
-from .index import CheckpointIndex, StoredTensor, state_file
+from .index import EXCHANGE, MODEL, OPTIMIZER, CheckpointIndex, StoredTensor, state_file
 from .storage import load
 from .values import decode_value, dtype_name, dtype_of
 
@@ -107,6 +105,7 @@ class Restoration:
         if (self._parts.optimizer is None) != ("groups" not in shared):
             self._refuse_part("optimizer", saved="groups" in shared)
         if self._parts.optimizer is not None:
+            _check_kind(self._checkpoint, shared, self._parts.optimizer)
             _check_groups(
                 self._checkpoint,
                 [group["params"] for group in shared["groups"]],
@@ -267,6 +266,20 @@ class Restoration:
         # A rank that the run before had not goes on with the random numbers that it has.
         if self._own is not None:
             set_random_state(self._own["random"], device_of(self._model))
+
+
+def _check_kind(checkpoint: Path, shared: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raises ``InputError`` where another kind of optimizer was saved, whose state and settings
+    mean something else."""
+    here, saved = kind_name(optimizer), shared.get("kind")
+    # Before the kind was saved, settings told it: those of another kind are others.
+    known = {key for group in shared["groups"] for key in group}
+    if saved == here or (saved is None and set(optimizer.defaults) <= known):
+        return
+    raise InputError(
+        f"{checkpoint} was saved with {saved or 'another kind of optimizer'}, and this is {here}: "
+        "make the optimizer as in the run that saved it, or begin anew in another folder"
+    )
 
 
 def _check_groups(

@@ -17,8 +17,8 @@ from ...planner.schema.errors import InputError
 from ..comm.agreement import rank_zero_decides, together
 from ..parallel import full_state_dict, run_of
 from ..redistribution.shards import aliases
-from .capture import MODEL
 from .folder import step_name
+from .index import MODEL
 from .latest import latest_whole
 from .safetensors import read_tensors, write_tensors
 from .storage import StoredTensors

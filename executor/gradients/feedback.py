@@ -78,6 +78,8 @@ class ErrorFeedback:
         """Adds ``rate`` times what was computed, and returns what is held now. Takes ``computed``
         over."""
         if self._residual is None:
+            # As a plain tensor: a divided gradient knows its process group, which none can save.
+            computed = computed if type(computed) is Tensor else computed.as_subclass(Tensor)
             self._residual = computed if rate == 1 else computed.mul_(rate)
         else:
             self._residual.add_(computed, alpha=rate)
@@ -91,7 +93,8 @@ class ErrorFeedback:
         elements = flat(self._residual)
         taken = elements[index]
         elements.index_fill_(0, index, 0)
-        drop_what_overflowed(elements, taken, on_stream=self._on_stream)
+        if index.numel():  # where nothing is sent, nobody would see the overflow
+            drop_what_overflowed(elements, taken, on_stream=self._on_stream)
         return taken
 
     def take_all(self, gradient: Tensor) -> None:

@@ -127,7 +127,7 @@ class Momentum:
         if velocity is None:
             # Goes on from what a run without correction has gathered, if there was one.
             velocity = torch.zeros_like(gradient)
-            known = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+            known = self._optimizer.state.get(parameter, {}).pop("momentum_buffer", None)
             if known is not None:
                 velocity.copy_(known).mul_(-1 if group["maximize"] else 1)
         return velocity.mul_(group["momentum"] if first_of_step else 1).add_(gradient)

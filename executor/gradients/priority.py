@@ -276,7 +276,9 @@ class PriorityExchange(Exchange):
         return found
 
     def absorb(self, param: GradParam) -> None:
-        if self.group_of[param].absorb(param, as_sent(param)):
+        gradient = as_sent(param)
+        gradient = gradient.clone() if shares_memory(gradient) else gradient
+        if self.group_of[param].absorb(param, gradient):
             param.parameter.grad = None  # it is part of what is held
 
     def _take(self, param: GradParam, gradient: Tensor) -> None:

@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import IssueQueue
+from ..redistribution.lazy import check_version
 from .buckets import GradParam
 from .fully_sharded import FullyShardedGradGroup
 from .pending import PendingParam, resume, suspend, weakly
@@ -63,7 +64,9 @@ class UnshardManager:
         """What the last forward has used where autograd did not see it."""
         self._following: dict[tuple[bool, FullyShardedGradGroup], FullyShardedGradGroup] = {}
         """Which group came after one last time, in backward (True) and in forward."""
-        self._by_storage: dict[int, FullyShardedGradGroup] = {}
+        self._by_storage: dict[int, tuple[torch.UntypedStorage, FullyShardedGradGroup]] = {}
+        """By the number of a storage that parameters of a group have or had while it was whole. It
+        is held, as another would else get the number when it is gone."""
         for before, after in zip(self.grad_groups, self.grad_groups[1:], strict=False):
             self._following[False, before] = after
             self._following[True, after] = before
@@ -208,13 +211,7 @@ class UnshardManager:
 
     def _unpack(self, saved: Saved) -> Tensor:
         tensor, version, grad_group = saved
-        # Autograd does not compare versions of what hooks have packed, so it is done here.
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor of shape {list(tensor.shape)} is at version "
-                f"{tensor._version}, expected version {version}"
-            )
+        check_version(tensor, version)
         is_current = grad_group is self._current and self._backward == _current_backward()
         if grad_group is not None and not (is_current and grad_group.resident):
             with _out_of_graph():
@@ -222,7 +219,8 @@ class UnshardManager:
         return tensor
 
     def _group_of(self, tensor: Tensor) -> FullyShardedGradGroup | None:
-        return self._by_storage.get(_storage_of(tensor))
+        found = self._by_storage.get(_number_of(_storage_of(tensor)))
+        return None if found is None else found[1]
 
     # -- states of a group ---------------------------------------------------------------------
 
@@ -246,7 +244,9 @@ class UnshardManager:
             if grad_group.pipeline is not None:
                 self._finish_step(grad_group)
             for param in grad_group.params:
-                self._by_storage[_storage_of(param.parameter)] = grad_group
+                storage = _storage_of(param.parameter)
+                if storage is not None:
+                    self._by_storage[_number_of(storage)] = storage, grad_group
 
     def _open(self, grad_group: FullyShardedGradGroup) -> None:
         # Its parameters are as any other, until they are watched again or resharded.
@@ -279,8 +279,10 @@ class UnshardManager:
                 self._reshard(grad_group)
 
     def _free(self, grad_group: FullyShardedGradGroup) -> None:
-        for param in grad_group.params:
-            self._by_storage.pop(_storage_of(param.parameter), None)
+        # Also those that the parameters had before somebody gave them other memory.
+        gone = [number for number, (_, group) in self._by_storage.items() if group is grad_group]
+        for number in gone:
+            del self._by_storage[number]
         grad_group.reshard()
         self._watch_group(grad_group)
 
@@ -316,10 +318,14 @@ def _current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def _storage_of(tensor: Tensor) -> int:
-    """What tensors that share memory have in common; 0 where one has none of its own."""
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """What tensors that share memory have in common; None where one has none of its own."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            return int(tensor.untyped_storage()._cdata)
+            return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
-        return 0
+        return None
+
+
+def _number_of(storage: torch.UntypedStorage | None) -> int:
+    return 0 if storage is None else int(storage._cdata)

@@ -8,7 +8,9 @@ end; it then writes the checkpoint.
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -279,8 +281,8 @@ def train(file: Path, gpu_memory_bytes: int | None = None) -> None:
             number += 1
             print(f"step {number} loss {spent.loss:.4f} {spent.step_s:.3f} s", flush=True)
     state = {"step": number, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    # Whole or not at all: it may be killed while it writes.
-    part = checkpoint.with_suffix(".pt.part")
+    # Whole or not at all: it may be killed while it writes, and another host may write it too.
+    part = checkpoint.with_suffix(f".{socket.gethostname()}-{os.getpid()}.part")
     torch.save(state, part)
     part.replace(checkpoint)
     print(f"wrote {checkpoint} after step {number}", flush=True)

@@ -176,7 +176,9 @@ def _run(
         return _launch_script(plan, script, ranks)
 
     try:
-        report = run_with_restarts(attempt, ranks, keeping, restarts, say)
+        report = run_with_restarts(
+            attempt, ranks, keeping, restarts, say, None if script else steps
+        )
     except MemoryRunError as error:
         raise with_a_plan_that_fits(error, room.plan) from None
     if script and keeping is not None and not steps_in(Path(keeping.folder)):

@@ -89,10 +89,11 @@ class Restarts:
 
 
 class RestartCount:
-    """How often a run has been started again, and whether it is once more."""
+    """How often a run has been started again, and whether it is once more. ``steps`` are those of
+    the whole training, where they are known."""
 
-    def __init__(self, most: int, timeout_s: float | None = None) -> None:
-        self._most, self._made = most, 0
+    def __init__(self, most: int, timeout_s: float | None = None, steps: int | None = None) -> None:
+        self._most, self._made, self._steps = most, 0, steps
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._last: tuple[str, int | None] | None = None
 
@@ -111,7 +112,10 @@ class RestartCount:
             not isinstance(error, RunError) or isinstance(error, MemoryRunError)
         )
         late = self._deadline is not None and time.monotonic() >= self._deadline
-        if not self._most or repeats or late:
+        # All steps were made: what is wrong was found in what they came to.
+        steps = self._steps
+        ended = not error.lost and step is not None and steps is not None and step >= steps
+        if not self._most or repeats or late or ended:
             raise error
         sentence = error.sentence if isinstance(error, MemoryRunError) else str(error)
         if not error.lost and self._last == (sentence, step):
@@ -157,12 +161,13 @@ def run_with_restarts(
     keeping: CheckpointSettings | None,
     restarts: Restarts,
     say: Callable[[str], None],
+    steps: int | None = None,
 ) -> Made:
     """``attempt(ranks, keeping)``, again where it has lost one of this host's ranks; ``say`` is
-    told why. Raises the error of the last."""
+    told why. Raises the error of the last. ``steps`` as in ``RestartCount``."""
     from ..checkpoint.folder import steps_in
 
-    count = RestartCount(restarts.most, ranks.timeout_s)
+    count = RestartCount(restarts.most, ranks.timeout_s, steps)
     while True:
         try:
             return attempt(ranks, keeping)

@@ -179,6 +179,7 @@ def run_range(
         saved = kept is not None and kept.step()
         progress(number + 1, numbers.stop)
     if kept is not None:
+        _losses_of(run_of(model), [one.spent() for one in taken])  # or what is lost would be saved
         if not saved:
             kept.save()
         kept.close()

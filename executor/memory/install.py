@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ...planner.schema.errors import InputError
+from ...planner.schema.layout import data_parallel
 from ...planner.schema.plan import Plan, UnitPlan
 from . import offload as offloading
 from .offload import Offload
@@ -89,14 +90,16 @@ def install_memory(
     offload = Offload(host, current_forward) if host is not None else None
     # Units without modules have nothing to do again.
     unsegmented = [u for u in plan.units if not u.segment and u.memory != "keep" and u.modules]
-    named = [(unit.name, unit.modules, unit.memory) for unit in unsegmented]
-    named += [(units[0].name, segment, "recompute") for segment, units in _segments(plan)]
-    for name, modules, memory in named:
-        region = Region(name, [model.get_submodule(path) for path in modules])
+    found = [(unit, unit.modules, unit.memory) for unit in unsegmented]
+    found += [(units[0], segment, "recompute") for segment, units in _segments(plan)]
+    everyone = data_parallel(plan.world_size)
+    for unit, modules, memory in found:
+        region = Region(unit.name, [model.get_submodule(path) for path in modules])
+        whole = unit.layout == everyone
         if memory == "recompute":
-            regions.add(region, recompute)
+            regions.add(region, recompute, whole=whole)
         elif offload is not None:
-            regions.add(region, offload.start)
+            regions.add(region, offload.start, whole=whole)
     if offload is not None:
         for unit in plan.units:
             if unit.modules:

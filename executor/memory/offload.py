@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from ...planner.memory import prefetch_overlap
+from ..redistribution.lazy import check_version
 from .regions import Region
 
 # What is smaller stays: a copy of it would take little but its latency.
@@ -164,8 +165,15 @@ class View:
         self.copy = copy
         # Detached: were it the node's own output, it would keep its node alive for ever.
         self.stays = tensor.detach() if copy is None else None
+        self._version = 0 if tensor.is_inference() else tensor._version
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset()
+
+    def there(self) -> Tensor:
+        """The tensor, which has stayed."""
+        assert self.stays is not None
+        check_version(self.stays, self._version)
+        return self.stays
 
     def of(self, flat: Tensor) -> Tensor:
         """The view of the bytes that have come back."""
@@ -220,8 +228,7 @@ class Offloaded:
     def unpack(self, view: View) -> Tensor:
         """The tensor, once its storage has come back."""
         if view.copy is None:
-            assert view.stays is not None
-            return view.stays
+            return view.there()
         self.prefetch()
         for reference in self._before:
             before = reference()

@@ -35,19 +35,57 @@ class Region:
     def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
         self.name = name
         self.modules = tuple(modules)
+        self.ends = -1, -1
+        """The numbers of the hooks at its entry and at its exit."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Their forward once more, without the hooks at its ends."""
-        first, *rest = self.modules
-        output = first.forward(*args, **kwargs)
-        for number, module in enumerate(rest, 1):
-            last = number == len(rest)
-            output = module.forward(output) if last else module(output)
-        return output
+        """Their forward once more, from the hook at its entry to the one at its exit: others of the
+        first and the last module may lie on either side."""
+        first, last = self.modules[0], self.modules[-1]
+        entered, left = self.ends
+        before = list(first._forward_pre_hooks)
+        after = list(last._forward_hooks)
+        inside_first = before[before.index(entered) + 1 :] if entered in before else before
+        inside_last = after[: after.index(left)] if left in after else []
+        if first is last:
+            return _called(first, args, kwargs, inside_first, inside_last)
+        output = _called(first, args, kwargs, inside_first, list(first._forward_hooks))
+        for module in self.modules[1:-1]:
+            output = module(output)
+        return _called(last, (output,), {}, list(last._forward_pre_hooks), inside_last)
 
     def inner(self) -> list[nn.Module]:
         """All modules in it, each once."""
         return list(dict.fromkeys(m for module in self.modules for m in module.modules()))
+
+
+def _called(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    before: Sequence[int],
+    after: Sequence[int],
+) -> Any:
+    """What a call of the module gives, of whose hooks those of these numbers run, but for those
+    that look after regions."""
+    for number in before:
+        hook = module._forward_pre_hooks[number]
+        if isinstance(hook, OfThisModel):
+            continue
+        if number in module._forward_pre_hooks_with_kwargs:
+            changed = hook(module, args, kwargs)
+            args, kwargs = (args, kwargs) if changed is None else changed
+        elif (changed := hook(module, args)) is not None:
+            args = changed if isinstance(changed, tuple) else (changed,)
+    output = module.forward(*args, **kwargs)
+    for number in after:
+        hook = module._forward_hooks[number]
+        if isinstance(hook, OfThisModel):
+            continue
+        named = (kwargs,) if number in module._forward_hooks_with_kwargs else ()
+        changed = hook(module, args, *named, output)
+        output = output if changed is None else changed
+    return output
 
 
 # Begins a forward through a region, with what enters it.
@@ -60,9 +98,11 @@ class Regions:
     def __init__(self) -> None:
         self._open: list[tuple[Region, Saver, ExitStack]] = []
 
-    def add(self, region: Region, start: Start) -> None:
+    def add(self, region: Region, start: Start, *, whole: bool) -> None:
         """Lets ``start``'s savers look after every forward through ``region`` that may have a
-        backward. Its hooks come after those at its entry and before those at its exit."""
+        backward. Its hook at the entry comes before those that its user has put there (they may
+        compute weights), unless it is not ``whole`` here: then after those that bring its input
+        into the form that it needs. The one at its exit comes first."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             # Before the saver looks at them: it keeps values, which lazy tensors do not have yet.
@@ -83,11 +123,13 @@ class Regions:
                 saver.leave()
 
         first, last = region.modules[0], region.modules[-1]
-        first.register_forward_pre_hook(OfThisModel(enter), with_kwargs=True)
+        entry = first.register_forward_pre_hook(OfThisModel(enter), with_kwargs=True, prepend=whole)
         # Where one module is both ends, its exit hook runs even if its forward raises. Of several
         # modules the last may never be reached; ``abandon`` then leaves the region.
         single = len(region.modules) == 1
-        last.register_forward_hook(OfThisModel(leave), prepend=True, always_call=single)
+        hook = OfThisModel(leave)
+        end = last.register_forward_hook(hook, prepend=True, always_call=single)
+        region.ends = entry.id, end.id
 
     def tell(self, module: nn.Module, left: Callable[[], None]) -> None:
         """Calls ``left()`` after each forward of ``module`` that may have a backward."""

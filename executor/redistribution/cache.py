@@ -120,8 +120,11 @@ class RedistributionCache:
     ) -> Tensor:
         """The tensor as it is needed: what another unit got, or what ``move`` makes of it. A unit
         that ``changes`` it in place does not prefetch it for others."""
-        if not self._prefetch and not (self._open and torch.is_grad_enabled()):
-            return move(tensor, need)  # in backward, what runs again holds nothing beyond its unit
+        # In backward, what runs again holds nothing beyond its unit. In inference mode nobody can
+        # tell whether the tensor was changed.
+        again = not self._prefetch and not (self._open and torch.is_grad_enabled())
+        if again or torch.is_inference_mode_enabled():
+            return move(tensor, need)
         entry = self._entries.get(id(tensor))
         if entry is None or entry.version != version_of(tensor):
             use = need.unit, need.number

@@ -67,10 +67,12 @@ class LazyRedistributed(Tensor):
     @property
     def changes(self) -> int:
         """How often the materialized tensor has been changed in place: if at all, ``local`` is not
-        what the model means any more."""
+        what the model means any more. Of inference mode, which counts nothing, once."""
         with torch._C.DisableTorchFunctionSubclass():
             if self._materialized is None:
                 return 0
+            if self._materialized.is_inference():
+                return 1
             return version_of(self._materialized) - self._first_version
 
     @classmethod
@@ -97,6 +99,17 @@ def version_of(tensor: Tensor) -> int:
     if isinstance(tensor, LazyRedistributed):
         return tensor.changes
     return 0 if tensor.is_inference() else tensor._version  # torch counts none of inference mode
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raises torch's own error where a tensor that was saved at ``version`` has been changed in
+    place since: autograd does not compare versions of what hooks have packed."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: a tensor of shape {list(tensor.shape)} is at version "
+            f"{tensor._version}, expected version {version}"
+        )
 
 
 # What can be answered without the values.

@@ -162,7 +162,7 @@ def _moments(
         n = x.numel() // channels if channels else 0
         vector = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         if n:
-            variance, mean = torch.var_mean(x, _others(x), correction=0)
+            variance, mean = torch.var_mean(x.to(_wide(x)), _others(x), correction=0)
             offset = mean.double() - about
             # Not ``vector[0] = n``, which copies a number of the host's: that waits for the device.
             vector[:1].fill_(n)
@@ -179,6 +179,12 @@ def _moments(
         values = count.clamp_min(1)
         shift = offsets / values
         return count, about + shift, (squares / values - shift.square()).clamp_min(0)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """In what type sums over a batch are made, as torch makes them: in sixteen bits they overflow,
+    and deviations from a mean that is rounded add up."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _others(x: Tensor) -> list[int]:
@@ -231,7 +237,9 @@ class _Normalise(torch.autograd.Function):
         (gradient,) = gradients
         x, weight, mean, inverse = ctx.saved_tensors
         shape = [1, -1] + [1] * (x.ndim - 2)
-        centred = x - mean.to(x.dtype).view(shape)
+        wide = _wide(x)
+        own_dtype, x, gradient = x.dtype, x.to(wide), gradient.to(wide)
+        centred = x - mean.to(wide).view(shape)
         channels = x.shape[1]
         sums = torch.cat((gradient.sum(_others(x)), (gradient * centred).sum(_others(x)))).double()
         # This rank's own: gradients of parameters are averaged by the exchange. Cloned, as the sums
@@ -245,7 +253,7 @@ class _Normalise(torch.autograd.Function):
             slope = (all_gx * inverse.square()).to(x.dtype).view(shape)
             scale = inverse if weight is None else inverse * weight.double()
             into_x = gradient - all_g.to(x.dtype).view(shape) - centred * slope
-            into_x = into_x * scale.to(x.dtype).view(shape)
+            into_x = (into_x * scale.to(x.dtype).view(shape)).to(own_dtype)
         return (
             into_x,
             own_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,

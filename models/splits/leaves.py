@@ -137,7 +137,7 @@ def patch_row(module: nn.Module, reduce: Reduce) -> None:
         weight = cast(Tensor, module.weight)
         total = reduce(F.linear(input, weight.t() if is_transposed(module) else weight))
         bias = cast("Tensor | None", module.bias)
-        return total if bias is None else total + bias
+        return total if bias is None else total + bias.to(total.dtype)
 
     module.forward = forward
 
@@ -295,6 +295,7 @@ def _patch_convolution_row(module: Convolution, reduce: Reduce) -> None:
             total = reduce(zeros + input.sum() + weight.sum())
         if module.bias is None:
             return total
-        return total + module.bias.view(-1, *(1 for _ in module.kernel_size))
+        bias = module.bias.to(total.dtype)  # under autocast that of sixteen bits, as torch adds it
+        return total + bias.view(-1, *(1 for _ in module.kernel_size))
 
     module.forward = forward  # type: ignore[method-assign]

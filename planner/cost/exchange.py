@@ -41,7 +41,7 @@ MOST_NUMBERED = 2**31 - 1
 def sent_whole(dims: int, numel: int, *, of_norm: bool) -> bool:
     """Whether a lossy exchange sends a parameter whole."""
     # Biases, scales and what normalises are few elements, and training is sensitive to them.
-    return dims <= 1 or of_norm or numel > MOST_NUMBERED
+    return dims <= 1 or of_norm or not 0 < numel <= MOST_NUMBERED
 
 
 def wire_share(wire: WireFormat, element_bytes: int) -> float:

@@ -27,18 +27,23 @@ def _path(mark: str) -> Path:
 
 def get(cls: type[DocumentT], mark: str) -> DocumentT | None:
     """The document kept under that mark, if there is one that can be read."""
-    path = _path(mark)
+    # Damaged, of another version of Meshwright, or in a folder of another user: it is made anew.
     try:
+        path = _path(mark)
         return load(cls, path) if path.exists() else None
-    except InputError:  # damaged, or of another version of Meshwright: it is made anew
+    except (InputError, OSError, RuntimeError):
         return None
 
 
 def get_named(cls: type[DocumentT], mark: str, option: str) -> DocumentT:
     """``get`` of what a plan was made from; where it is not here, ``InputError`` names the
     ``option`` that takes its file."""
-    path = _path(mark)
-    if not path.exists():
+    try:
+        path = _path(mark)
+        there = path.exists()
+    except (OSError, RuntimeError):  # no permission, no home
+        there = False
+    if not there:
         raise InputError(
             f"the {cls.__name__} {mark} that the plan was made from is not on this machine: name "
             f"its file with {option}"
@@ -48,9 +53,13 @@ def get_named(cls: type[DocumentT], mark: str, option: str) -> DocumentT:
 
 def put(document: Document, mark: str | None = None) -> None:
     """Keeps a document under a mark, by default its fingerprint."""
-    path = _path(mark or fingerprint(document))
     try:
+        path = _path(mark or fingerprint(document))
         path.parent.mkdir(parents=True, exist_ok=True)
         save(document, path)
-    except (OSError, InputError):  # no room, no permission: it is just not found later
+    except (
+        OSError,
+        InputError,
+        RuntimeError,
+    ):  # no home, no room, no permission: it is just not found later
         return

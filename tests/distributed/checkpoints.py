@@ -70,7 +70,7 @@ def whole(world: int, exchange: str = "dense", ratio: float = 1.0, **options: An
     return msgspec.structs.replace(made, units=tuple(units))
 
 
-def divided(world: int, exchange: str = "dense") -> Plan:
+def divided(world: int, exchange: str = "dense", ratio: float = 1.0) -> Plan:
     """Convolution, attention and linear layers divided over two ranks."""
     units = []
     for name in UNITS:
@@ -78,7 +78,9 @@ def divided(world: int, exchange: str = "dense") -> Plan:
         inputs = (0, 1, 2) if name == "attention" else (0,)
         units.append(unit(name, 1 if style == "none" else 2, style, world, inputs))
     placement = list(reversed(range(world)))
-    return with_exchange(plan(world, units, placement=placement), exchange)
+    made = with_exchange(plan(world, units, placement=placement), exchange)
+    units = [msgspec.structs.replace(one, exchange_ratio=ratio) for one in made.units]
+    return msgspec.structs.replace(made, units=tuple(units))
 
 
 def burst(world: int) -> Plan:
@@ -124,11 +126,12 @@ PLANS: dict[str, Callable[[int], Plan]] = {
     "burst": burst,
     "burst, priority": by_priority(burst),
     "topk": by_priority(whole, "topk", 0.05),
+    "divided and topk": by_priority(divided, "topk", 0.05),
     "mirror": mirrored,
     "dropped": by_priority(whole, "dropped", 0.3),
     "int8": by_priority(whole, "int8"),
 }
-LOSSY = {"topk", "mirror", "dropped", "int8"}
+LOSSY = {"topk", "divided and topk", "mirror", "dropped", "int8"}
 
 
 class Loader:

@@ -53,7 +53,7 @@ def test_goes_on_bit_for_bit(ranks, tmp_path: Path, name: str):
         assert found == []
 
 
-FOUR = ["divided", "divided and fully sharded", "burst, priority", "topk", "dropped"]
+FOUR = ["divided", "divided and fully sharded", "burst, priority", "divided and topk", "dropped"]
 
 
 @pytest.mark.parametrize("name", sampled(FOUR, 2))
@@ -399,3 +399,23 @@ def test_positions_in_data_of_other_ranks_are_refused(ranks, tmp_path: Path):
     (outcome,) = ranks(1).outcomes(data_of_other_ranks, str(tmp_path))
     assert outcome.kind == "InputError"
     assert "has the data's positions of 2 ranks, each its own, and this run has 1" in outcome.error
+
+
+def best_beside_latest(rank: int, folder: str) -> list[list[int]]:
+    """Two folders of one training, saved to at once, and one folder by two."""
+    chosen = PLANS["sharded"](2)
+    trained = Trained(rank, chosen, f"{folder}/latest", seed=1, every=1)
+    options = {"optimizer": trained.optimizer}
+    best = checkpoint(f"{folder}/best", trained.model, **options, keep=1)
+    for _ in range(6):
+        trained.train(1)
+        best.save(trained.ckpt._steps)
+    trained.ckpt.close()
+    best.close()
+    return [steps_in(Path(folder) / name) for name in ("latest", "best")]
+
+
+def test_two_checkpoints_of_one_training_are_written_in_turn(ranks, tmp_path: Path):
+    for latest, best in ranks(2)(best_beside_latest, str(tmp_path)):
+        assert latest[0] == 6
+        assert best == [6]

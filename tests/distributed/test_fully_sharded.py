@@ -539,3 +539,31 @@ def test_the_ledger_compares_uses(ranks):
         assert outcome.kind == "RunError"
         assert "'layers.0.weight' for a use" in outcome.error
         assert "'layers.1.weight' for a use" in outcome.error
+
+
+def gives_other_memory(rank: int) -> None:
+    """Parameters whose memory is another after each step, as of those who write vectors to them."""
+    model = Deep(4)
+    alone = twin(model)
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone))
+    apply(model, optimizer, deep_plan(2, layers=4), timeout_s=20)
+    manager = run_of(model).priority.unshard_manager
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank))
+    both = torch.cat(
+        [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    )
+    for _ in range(3):
+        for net, steps, samples in ((model, optimizer, x), (alone, other, both)):
+            vector = nn.utils.parameters_to_vector(net.parameters()).detach()
+            nn.utils.vector_to_parameters(0.9 * vector, net.parameters())
+            net(samples).square().mean().backward()
+            steps.step()
+            steps.zero_grad()
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(value, alone.state_dict()[name])
+    manager._reshard_all()
+    assert manager._by_storage == {}  # or another tensor's memory would be taken for a parameter's
+
+
+def test_other_memory_of_a_parameter_is_let_go(ranks):
+    ranks(2)(gives_other_memory)

@@ -73,7 +73,8 @@ class _ElasticRun:
         say: Callable[[str], None],
     ) -> None:
         self._work, self._hosts, self._attempt, self._say = work, hosts, attempt, say
-        self._count = RestartCount(restarts.most, work.timeout_s)
+        steps = None if work.script else work.steps
+        self._count = RestartCount(restarts.most, work.timeout_s, steps)
         self._all = range(len(hosts.names))
         self._fewest = restarts.min_nodes or len(hosts.names)
         self._replanner: Replanner | None = None

@@ -19,9 +19,11 @@ import torch
 from meshwright.executor.checkpoint import folder as folders
 from meshwright.executor.checkpoint import safetensors, storage
 from meshwright.executor.checkpoint.boxes import CutPiece, HeldPart, TensorBox, flat_boxes
+from meshwright.executor.checkpoint.capture import kind_name
 from meshwright.executor.checkpoint.holdings import StateTensor
 from meshwright.executor.checkpoint.index import find_damage, read_index
 from meshwright.executor.checkpoint.latest import latest_whole
+from meshwright.executor.checkpoint.restore import _check_kind
 from meshwright.executor.checkpoint.values import decode_value, encode_value
 from meshwright.executor.checkpoint.weights import export
 from meshwright.executor.launch.train import steps_left
@@ -247,6 +249,62 @@ def test_half_written_ones_are_never_found(tmp_path: Path):
     assert folders.steps_in(tmp_path) == [1]
     folders.prepare(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_one_that_is_saved_again_is_never_lost(tmp_path: Path, monkeypatch):
+    """Neither if the process ends between the two renames, nor if the second cannot be."""
+    checkpoint = write(tmp_path, 1)
+    shutil.copytree(checkpoint, folders.writing_folder(tmp_path, 1))
+    checkpoint.rename(tmp_path / ".replaced-step-00000001")
+    folders.prepare(tmp_path)
+    assert damage_of(checkpoint) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name.startswith(".writing"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(RunError):
+        write(tmp_path, 1)
+    assert damage_of(checkpoint) is None
+
+
+class Wrapped(torch.optim.Optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.defaults = optimizer.defaults
+
+
+class Own(torch.optim.AdamW):
+    pass
+
+
+def optimizers(*names: str) -> list[torch.optim.Optimizer]:
+    return [
+        getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(2))], lr=0.1) for name in names
+    ]
+
+
+def test_another_kind_of_optimizer_is_refused():
+    made = optimizers("AdamW", "Adam", "SGD", "RMSprop")
+    for saved in made:
+        groups = [{**group, "params": ["w"]} for group in saved.param_groups]
+        shared = {"groups": groups, "kind": kind_name(saved)}
+        _check_kind(Path("kept"), shared, Wrapped(saved))
+        for other in made:
+            if other is not saved:
+                with pytest.raises(InputError, match=f"saved with {kind_name(saved)}, and this is"):
+                    _check_kind(Path("kept"), shared, other)
+    _check_kind(Path("kept"), {"groups": [], "kind": "AdamW"}, Own([torch.ones(1)]))
+    # Of checkpoints without the name.
+    adam, sgd = optimizers("Adam", "SGD")
+    shared = {"groups": [{**group, "params": ["w"]} for group in sgd.param_groups]}
+    _check_kind(Path("kept"), shared, sgd)
+    with pytest.raises(InputError, match="another kind of optimizer, and this is Adam"):
+        _check_kind(Path("kept"), shared, adam)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path):

@@ -53,6 +53,8 @@ class Copy:
 
 
 class Plan:
+    world_size = 1
+
     def __init__(self, units):
         self.units = units
 
@@ -155,6 +157,65 @@ def test_a_segment_is_run_again_as_one():
     model[5].register_forward_hook(lambda *_: calls.append(5))
     same(trained(model, steps=2), trained(kept, steps=2))
     assert len(calls) == 4  # forward and again, in two steps
+
+
+def scaled(result):
+    return result * 3 if isinstance(result, torch.Tensor) else (result[0] * 3,)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("modules", [("0", "1", "2"), ("3",)])
+@pytest.mark.parametrize("end", [0, -1])
+@pytest.mark.parametrize("kind", ["before", "before, first", "after", "after, first"])
+def test_hooks_at_the_ends_of_a_region_run_again(policy, after, modules, end, kind, host):
+    """Of its first and of its last module, before or after the plan is applied: what they change is
+    inside, outside, or on either side."""
+    kept = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh())
+    model = copy.deepcopy(kept)
+
+    def hook(of):
+        place = of[int(modules[end])]
+        if kind.startswith("before"):
+            place.register_forward_pre_hook(lambda m, args: scaled(args), prepend="first" in kind)
+        else:
+            place.register_forward_hook(lambda m, args, out: scaled(out), prepend="first" in kind)
+
+    hook(kept)
+    if not after:
+        hook(model)
+    install(model, [unit(modules, policy)])
+    if after:
+        hook(model)
+    x = torch.randn(5, 6)
+    found = []
+    for one in (kept, model):
+        one(x).square().mean().backward()
+        found.append({name: p.grad for name, p in one.named_parameters()})
+    same(*found)
+
+
+def test_a_weight_that_a_hook_computes_is_that_of_its_forward():
+    """Each forward makes it anew, of another vector, and one backward comes after two of them."""
+    kept = nn.Sequential(nn.Linear(6, 6), nn.utils.spectral_norm(nn.Linear(6, 6)), nn.Tanh())
+    model = copy.deepcopy(kept)
+    install(model, [unit(("1", "2"))])
+    real, fake = torch.randn(2, 5, 6)
+    found = []
+    for one in (kept, model):
+        (one(real).square().mean() - one(fake).mean()).backward()
+        found.append({name: p.grad for name, p in one.named_parameters()})
+    same(*found)
+
+
+def test_a_parameter_that_is_changed_before_backward_is_told(host):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    install(model, [unit(("0", "1"), "offload"), unit(("2",), "offload")])
+    loss = model(torch.randn(5, 6, requires_grad=True)).square().mean()
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 class Block(nn.Module):

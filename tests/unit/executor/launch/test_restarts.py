@@ -55,10 +55,22 @@ class Attempts:
             raise outcome
         return outcome
 
-    def run(self, folder: Path, most: int, timeout_s: float | None = None):
+    def run(
+        self, folder: Path, most: int, timeout_s: float | None = None, steps: int | None = None
+    ):
         ranks = Ranks(nproc=2, timeout_s=timeout_s)
         keeping = CheckpointSettings(folder=str(folder), every=5)
-        return run_with_restarts(self, ranks, keeping, Restarts(most), self.said.append)
+        return run_with_restarts(self, ranks, keeping, Restarts(most), self.said.append, steps)
+
+
+def test_what_is_wrong_after_the_last_step_is_not_taken_for_a_loss(tmp_path):
+    """Ranks that are started again would find the training at its end, and nothing wrong."""
+    (tmp_path / "step-00000010").mkdir()
+    wrong = RunError("the loss of step 7 is nan")
+    with pytest.raises(RunError, match="the loss of step 7 is nan"):
+        Attempts(wrong, "done").run(tmp_path, 2, steps=10)
+    assert Attempts(wrong, "done").run(tmp_path, 2, steps=11) == "done"
+    assert Attempts(killed(), "done").run(tmp_path, 2, steps=10) == "done"
 
 
 def test_a_run_that_has_lost_a_rank_is_started_again(tmp_path):
