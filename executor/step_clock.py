@@ -40,6 +40,11 @@ class StepMoments(NamedTuple):
         )
 
 
+UNREAD = 1000
+"""So many steps are kept as moments before their seconds are read, for which a host waits for its
+device: on one a step leaves many events."""
+
+
 class StepClock:
     """Tells its ``listeners`` of every step, from the end of one optimizer step to that of the
     next."""

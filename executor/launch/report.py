@@ -20,7 +20,7 @@ from ...planner.schema.record import Count, Record, load, save
 from ...planner.schema.report import BackgroundFigures, Figures, RunReport, predicted_figures
 from ..background.protocol import State
 from ..parallel import run_of
-from ..step_clock import StepMoments, clock_of
+from ..step_clock import UNREAD, StepMoments, clock_of
 from .scalars import given_writer
 from .train import Measured, reserved_at_most, typical_of
 
@@ -107,6 +107,8 @@ class _RunFigures:
         self._typical = typical_of(run.whole_plan)
         self._device = device_of(model)
         self._steps: list[StepMoments] = []
+        self._known: list[tuple[float, float, float]] = []
+        """The seconds of those before."""
         self._run = run
         self._writer = given_writer(run.whole_plan, run.world.rank)
         # The latest step, and its number.
@@ -118,8 +120,14 @@ class _RunFigures:
         self.write_latest()
         self._latest = self._run.steps_done - 1, step
         self._steps.append(step)
-        if self._device.type == "cuda" and len(self._steps) == WARM_UP:
+        if self._device.type == "cuda" and len(self._known) + len(self._steps) == WARM_UP:
             torch.cuda.reset_peak_memory_stats(self._device)
+        if len(self._steps) == UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        self._known += [step.seconds() for step in self._steps]
+        self._steps = []
 
     def write_latest(self) -> None:
         """Scalars of the latest step, once, where they are asked for."""
@@ -130,8 +138,9 @@ class _RunFigures:
 
     def figures(self) -> RankFigures | None:
         """What is typical of the steps after the warm-up; None where too few were made."""
-        first = min(WARM_UP, max(len(self._steps) - 1, 0))  # of a short run the last step counts
-        steps = [step.seconds() for step in self._steps[first:]]
+        self._read()
+        first = min(WARM_UP, max(len(self._known) - 1, 0))  # of a short run the last step counts
+        steps = self._known[first:]
         if not steps:
             return None
         step_s, blocking_s, exposed_s = map(self._typical, zip(*steps, strict=True))

@@ -32,7 +32,7 @@ from ..micro import micro_batches
 from ..optimizer.kinds import optimizer_for
 from ..parallel import is_parallel, run_of
 from ..run import Run
-from ..step_clock import StepMoments
+from ..step_clock import UNREAD, StepMoments
 
 # Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015).
 LEARNING_RATE = 1e-3
@@ -172,23 +172,27 @@ def run_range(
     draw = draw or partial(_random, workload, plan.goal.batch)
     scaler = scaler or scaler_for(workload)
     step = partial(take_step, workload, plan, optimizer=optimizer, scaler=scaler)
-    taken = []
+    taken: list[LaunchedStep] = []
+    spent: list[StepFigures] = []
     for number in numbers:
         taken.append(step(draw(number)))
         launched(number, taken[-1])
         saved = kept is not None and kept.step()
         progress(number + 1, numbers.stop)
+        if len(taken) == UNREAD:
+            spent += [one.spent() for one in taken]
+            taken.clear()
+    spent += [one.spent() for one in taken]
     if kept is not None:
-        _losses_of(run_of(model), [one.spent() for one in taken])  # or what is lost would be saved
+        _losses_of(run_of(model), spent)  # or what is lost would be saved
         if not saved:
             kept.save()
         kept.close()
-    if len(taken) <= WARM_UP:
-        _losses_of(run_of(model), [one.spent() for one in taken])
+    if len(spent) <= WARM_UP:
+        _losses_of(run_of(model), spent)
         return None
     last = draw(numbers.stop)
     peak = _peak(workload, step, last, optimizer), reserved_at_most(device_of(model)) or 0
-    spent = [one.spent() for one in taken]
     return _summary(run_of(model), plan, spent, peak, last.size)
 
 
