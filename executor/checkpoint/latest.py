@@ -57,6 +57,10 @@ class Latest:
         return self
 
 
+TRIES = 3
+"""How often checkpoints are looked for that go while they are read."""
+
+
 def latest_whole(folder: Path, *, by_size: bool = False) -> Latest:
     """Looks for it in this process. With ``by_size`` files are not read, as it takes long to read
     many gigabytes: one that is there in its size counts as whole."""
@@ -65,7 +69,11 @@ def latest_whole(folder: Path, *, by_size: bool = False) -> Latest:
     def wrong(where: Path, index: CheckpointIndex) -> str | None:
         return next((d for d in (look(where, file) for file in index.files) if d), None)
 
-    return first_whole(folder, steps_in(folder), index_or_damage, wrong)
+    for _ in range(TRIES):
+        found = first_whole(folder, steps_in(folder), index_or_damage, wrong)
+        if found.index is not None or all((folder / step_name(s)).exists() for s in found.damaged):
+            break  # else a training goes on there, which has removed what was looked at
+    return found
 
 
 def first_whole(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..parallel import full_state_dict, run_of
 from ..redistribution.shards import aliases
 from .folder import step_name
 from .index import MODEL
-from .latest import latest_whole
+from .latest import TRIES, latest_whole
 from .safetensors import read_tensors, write_tensors
 from .storage import StoredTensors
 
@@ -74,20 +75,30 @@ def export(
     ``save_model``, and returns that checkpoint's path. Needs neither the model nor ranks. ``say``
     is told of later ones that are damaged. Raises ``InputError`` where none is whole."""
     check_path(Path(out))
-    found = latest_whole(Path(folder)).checked("copy one back, or name another folder")
+    for _ in range(TRIES):
+        with suppress(FileNotFoundError):  # removed by a training that goes on there
+            return _export(Path(folder), Path(out), say)
+    raise InputError(
+        f"checkpoints in {folder} are removed before they are read: keep more of them "
+        "(mw.checkpoint(..., keep=10)), or copy one"
+    )
+
+
+def _export(folder: Path, out: Path, say: Callable[[str], None]) -> Path:
+    found = latest_whole(folder).checked("copy one back, or name another folder")
     index = found.index
     if index is None:
         raise InputError(f"there is no checkpoint in {folder}: name a folder that has some")
     if found.damaged:
         say(f"takes the checkpoint of step {index.step} in {folder}{found.passed_over}")
-    checkpoint = Path(folder) / step_name(index.step)
+    checkpoint = folder / step_name(index.step)
     stored, begin = StoredTensors(checkpoint, index), f"{MODEL}/"
     weights = {
         tensor.name.removeprefix(begin): stored.whole(tensor)
         for tensor in index.tensors
         if tensor.name.startswith(begin)
     }
-    write_weights(weights, Path(out))
+    write_weights(weights, out)
     return checkpoint
 
 

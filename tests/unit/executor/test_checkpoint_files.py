@@ -22,7 +22,7 @@ from meshwright.executor.checkpoint.boxes import CutPiece, HeldPart, TensorBox, 
 from meshwright.executor.checkpoint.capture import kind_name
 from meshwright.executor.checkpoint.holdings import StateTensor
 from meshwright.executor.checkpoint.index import find_damage, read_index
-from meshwright.executor.checkpoint.latest import latest_whole
+from meshwright.executor.checkpoint.latest import index_or_damage, latest_whole
 from meshwright.executor.checkpoint.restore import _check_kind
 from meshwright.executor.checkpoint.values import decode_value, encode_value
 from meshwright.executor.checkpoint.weights import export
@@ -228,6 +228,33 @@ def test_weights_of_the_one_before_are_exported(tmp_path: Path):
     flip(kept / "step-00000001" / "index.json")
     with pytest.raises(InputError, match=r"no checkpoint in .*: copy one back, or name another fo"):
         export(kept, out)
+
+
+def test_one_that_goes_while_it_is_read_gives_way_to_a_later_one(tmp_path: Path, monkeypatch):
+    """As a training that goes on removes old ones: while files are compared, or after that."""
+    kept, out = tmp_path / "kept", tmp_path / "w.safetensors"
+    write(kept, 1, {"model/w": torch.full((2,), 1.0)})
+    looked = index_or_damage
+
+    def goes(where: Path) -> Any:
+        if where.name == "step-00000001":
+            write(kept, 2, {"model/w": torch.full((2,), 2.0)})
+            shutil.rmtree(where)
+        return looked(where)
+
+    monkeypatch.setattr("meshwright.executor.checkpoint.latest.index_or_damage", goes)
+    assert export(kept, out) == kept / "step-00000002"
+    whole_of = storage.StoredTensors.whole
+
+    def too_late(self: Any, tensor: Any) -> Tensor:
+        if "step-00000002" in str(self._checkpoint):
+            write(kept, 3, {"model/w": torch.full((2,), 3.0)})
+            raise FileNotFoundError("gone")
+        return whole_of(self, tensor)
+
+    monkeypatch.setattr(storage.StoredTensors, "whole", too_late)
+    assert export(kept, out) == kept / "step-00000003"
+    assert torch.equal(safetensors.read_tensors(out)["w"], torch.full((2,), 3.0))
 
 
 def test_old_ones_go(tmp_path: Path):

@@ -192,3 +192,5 @@ def test_an_empty_batch_keeps_what_is_shared():
     assert rest["y"].shape == (0,)
     assert rest["shared"] is shared
     assert _emptied(Batch((torch.zeros(3, 2),), torch.zeros(3))).size == 0
+    step, y = _emptied((torch.tensor(7), torch.zeros(3)))  # a number is no batch of anything
+    assert (step.item(), y.shape) == (7, (0,))
