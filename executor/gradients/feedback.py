@@ -294,11 +294,20 @@ def in_format_of(param: GradParam, value: Any) -> Tensor:
     return empty_like(param).copy_(value)
 
 
-def hand_over(old: Iterable[GradGroup], new: Iterable[GradGroup]) -> None:
-    """What the old groups hold goes on in the new ones."""
-    known: dict[str, dict[str, Tensor]] = {}
+Held = dict[str, dict[str, Tensor]]
+"""What is held, by parameter and kind (``LossyGradGroup.state``)."""
+
+
+def hand_over(old: Iterable[GradGroup], new: Iterable[GradGroup], before: Held) -> Held:
+    """What the old groups hold goes on in the new ones, and so what was held ``before`` of
+    parameters that the old ones had not. What none of the new ones has is returned: that of
+    parameters which are frozen, and may be trained again."""
+    known = dict(before)
     for grad_group in old:
         known |= grad_group.state() if isinstance(grad_group, LossyGradGroup) else {}
     for grad_group in new:
         if isinstance(grad_group, LossyGradGroup):
             grad_group.load(known)
+            for param in grad_group.feedback:
+                known.pop(param.name, None)
+    return known

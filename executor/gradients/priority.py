@@ -75,7 +75,7 @@ from ..comm.watchdog import Watchdog
 from .buckets import Exchange, GradParam, Votes
 from .by_host import HostGradGroup, Stages
 from .dropping import DroppedGradGroup, Dropping
-from .feedback import Lossy, hand_over
+from .feedback import Held, Lossy, hand_over
 from .flat_shard import ShardedGradient
 from .fully_sharded import FullyShardedGradGroup
 from .int8 import Int8GradGroup
@@ -131,6 +131,9 @@ class PriorityExchange(Exchange):
             params, message_bytes, GROUP_CLASSES, by_host=HostGradGroup
         )
         self.policies: list[Policy] = []  # in one order on all ranks
+        # Of what is frozen now, to go on when it is trained again.
+        self._held_of_frozen: Held = {}
+        self._topk_before: TopkState | None = None
         self.topk: TopkState | None = None
         lossy = lossy or Lossy()
         if dropped := [g for g in self.grad_groups if isinstance(g, DroppedGradGroup)]:
@@ -182,9 +185,12 @@ class PriorityExchange(Exchange):
 
     def follow(self, before: PriorityExchange) -> None:
         """Goes on with what another exchange, of other parameters of the same model, has held."""
-        hand_over(before.grad_groups, self.grad_groups)
+        self._held_of_frozen = hand_over(
+            before.grad_groups, self.grad_groups, before._held_of_frozen
+        )
         self.release.updater = before.release.updater
-        old, new = before.topk, self.topk
+        old, new = before.topk or before._topk_before, self.topk
+        self._topk_before = old
         if old is not None and new is not None:
             new.load(old.state())
             new.momentum = old.momentum

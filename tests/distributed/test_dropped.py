@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +12,11 @@ import torch
 from lossy import Training, assert_equal_on_all_ranks, lossy_plan, net, share
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.feedback import Lossy
-from meshwright.executor.parallel import exchange_state_dict, load_exchange_state_dict
+from meshwright.executor.parallel import (
+    exchange_state_dict,
+    load_exchange_state_dict,
+    run_of,
+)
 from meshwright.planner.schema.errors import InputError
 from torch import nn
 from torch.nn import functional as F
@@ -290,3 +295,35 @@ def keeps_what_is_held_when_parameters_are_frozen(rank: int) -> None:
 
 def test_freezing_a_parameter_keeps_what_is_held_of_others(ranks):
     ranks(2)(keeps_what_is_held_when_parameters_are_frozen)
+
+
+def goes_on_when_it_is_trained_again(rank: int, policy: str, which: Sequence[int]) -> None:
+    """As where two parts of a model are trained in turn."""
+    training = Training(lossy_plan(policy, 0.1))
+    training.steps(range(3))
+    model = training.model
+    names = [f"{i}.weight" for i in which]
+    before = exchange_state_dict(model)["residuals"]
+    exchange = run_of(model).priority
+    momentum = exchange.topk.momentum if exchange.topk is not None else None
+    inputs, _ = share(rank, 9, torch.float32)
+    for trained in (False, True):
+        for i in which:
+            model[i].weight.requires_grad_(trained)
+        model(inputs)
+    after = exchange_state_dict(model)["residuals"]
+    assert any(name in before for name in names)
+    for name in set(names) & set(before):
+        for kind, held in before[name].items():
+            assert torch.equal(after[name][kind], held), (name, kind)
+    exchange = run_of(model).priority
+    if exchange.topk is not None:
+        assert exchange.topk.momentum is momentum
+    for parameters in training.steps(range(3, 5)):
+        assert_equal_on_all_ranks(parameters)
+
+
+@pytest.mark.parametrize("policy", ["dropped", "topk", "int8"])
+@pytest.mark.parametrize("which", [(3,), (0, 3, 5)])
+def test_what_is_held_of_a_frozen_parameter_goes_on_when_it_is_trained_again(ranks, policy, which):
+    ranks(2)(goes_on_when_it_is_trained_again, policy, which)
