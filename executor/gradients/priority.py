@@ -157,6 +157,8 @@ class PriorityExchange(Exchange):
         self._in_backward = False
         self._votes: Votes | None = None
         self._unused: set[GradParam] = set()
+        self._computed: set[GradParam] = set()
+        """What backwards have computed of which nothing was exchanged, since one has exchanged."""
         self._unsent: set[GradGroup] = set()
         """Of which no rank has a gradient in this step: their turns pass without a message."""
         self._just_packed: ShardedGradGroup | None = None
@@ -284,6 +286,7 @@ class PriorityExchange(Exchange):
     def absorb(self, param: GradParam) -> None:
         gradient = as_sent(param)
         gradient = gradient.clone() if shares_memory(gradient) else gradient
+        self._computed.add(param)
         if self.group_of[param].absorb(param, gradient):
             param.parameter.grad = None  # it is part of what is held
 
@@ -351,6 +354,7 @@ class PriorityExchange(Exchange):
         for policy in self.policies:
             policy.end()
         self._in_backward = False
+        self._computed.clear()
 
     def _release(self) -> None:
         """Waits for the gradients that are released early and have left, and applies them."""
@@ -364,7 +368,8 @@ class PriorityExchange(Exchange):
         # A copy, as what is in ``grad`` may have to stay as it is.
         gradient = as_sent(param)
         self._unused.add(param)
-        self.group_of[param].idle.add(param)
+        if param not in self._computed:
+            self.group_of[param].idle.add(param)
         self._take(param, gradient.clone() if gradient is param.parameter.grad else gradient)
 
     def _check_votes(self) -> set[GradParam]:

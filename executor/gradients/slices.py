@@ -183,7 +183,8 @@ class GradGroup:
         self.ready_s = 0.0
         self.sent = 0
         self.idle: set[GradParam] = set()
-        """The parameters that this backward has computed nothing for on this rank."""
+        """The parameters that neither this backward nor one before it, of which nothing was exchanged,
+        has computed anything for on this rank."""
         self.update: Callable[[], None] | None = None
         """Applies the step that has taken these gradients over."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -9,7 +12,10 @@ from lossy import Training, assert_equal_on_all_ranks, lossy_plan, net, share
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.feedback import Lossy
 from meshwright.planner.schema.errors import InputError, RunError
+from meshwright.planner.schema.plan import FeedbackPolicy
+from plans import plan, scheduled, unit
 from test_dropped import Branches, resumes, unused_on_some_ranks
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 AT_ONCE = Lossy(stages=0)
@@ -187,3 +193,51 @@ def refuses_dampening(rank: int) -> None:
 
 def test_dampening_is_refused_before_anything_changes(ranks):
     ranks(2)(refuses_dampening)
+
+
+class Ways(nn.Module):
+    """Takes one of two ways, as a layer that is left out or an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.ways = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        return self.ways[way](x)
+
+
+def takes_turns(rank: int, nesterov: bool, feedback: FeedbackPolicy) -> None:
+    def make(p: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=nesterov, weight_decay=0.1)
+
+    with scheduled("priority"):
+        units = [
+            msgspec.structs.replace(
+                unit(f"ways.{i}", 1, "none", 2), exchange="topk", feedback=feedback
+            )
+            for i in range(2)
+        ]
+        chosen = plan(2, units)
+    model = Ways()
+    alone = copy.deepcopy(model)
+    optimizer, other = make(model.parameters()), make(alone.parameters())
+    apply(model, optimizer, chosen, timeout_s=20, lossy=Lossy(stages=0))
+    for step in range(4):
+        both = [share(r, step, torch.float32)[0] for r in range(2)]
+        with model.no_sync():
+            model(both[rank], 0).square().mean().backward()
+        model(both[rank], 1).square().mean().backward()
+        for way in range(2):
+            alone(torch.cat(both), way).square().mean().backward()
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.detach() * 1, q.detach(), msg=name)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("feedback", ["residual", "in_place", "mirror"])
+def test_what_only_an_earlier_micro_batch_has_used_counts(ranks, nesterov, feedback):
+    ranks(2)(takes_turns, nesterov, feedback)
