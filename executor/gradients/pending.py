@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.trees import leaves_of, map_only
+from ...planner.schema.errors import InputError
 
 _ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "ndim", "grad_fn", "is_leaf", "is_sparse", "is_cuda",
@@ -130,6 +131,8 @@ class GradStandIn(Tensor):
 
     answers_first = True
     """Among other kinds of tensors: what it stands for may be of theirs, as a divided gradient."""
+    not_to_be_unscaled = ""
+    """Why a gradient scaler cannot have its scale back."""
 
     @classmethod
     def like(cls, tensor: Tensor) -> Self:
@@ -171,6 +174,10 @@ class GradStandIn(Tensor):
             if rest := [t for t in gradients if not isinstance(t, GradStandIn)]:
                 torch._foreach_zero_(rest)
             return None
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            for gradient in args[0]:
+                if reason := getattr(gradient, "not_to_be_unscaled", ""):
+                    raise InputError(reason)
         args, kwargs = _completed((args, kwargs))
         return func(*args, **kwargs)
 

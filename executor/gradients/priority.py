@@ -412,7 +412,9 @@ class PriorityExchange(Exchange):
             return gradient
 
         vacate = vacating(parameter, lambda: torch.zeros_like(gradient))
-        parameter.grad = WaitingGradient.of(gradient, arrive, vacate)
+        waiting = WaitingGradient.of(gradient, arrive, vacate)
+        waiting.not_to_be_unscaled = grad_group.not_to_be_unscaled(param)
+        parameter.grad = waiting
 
     def _show_chunk(self, grad_group: ShardedGradGroup, param: GradParam) -> None:
         average, grad_group.changed = grad_group.average_of(param), True

@@ -183,8 +183,8 @@ class GradGroup:
         self.ready_s = 0.0
         self.sent = 0
         self.idle: set[GradParam] = set()
-        """The parameters that neither this backward nor one before it, of which nothing was exchanged,
-        has computed anything for on this rank."""
+        """The parameters for which this rank has computed nothing, neither in this backward nor in
+        those since one was exchanged."""
         self.update: Callable[[], None] | None = None
         """Applies the step that has taken these gradients over."""
 
@@ -233,6 +233,10 @@ class GradGroup:
     def sends(self, param: GradParam) -> bool:
         """Whether anything of the parameter is sent in this backward; if not, it is held."""
         return True
+
+    def not_to_be_unscaled(self, param: GradParam) -> str:
+        """Why its gradient cannot have been scaled; "" where it can."""
+        return ""
 
     def holds(self, param: GradParam) -> bool:
         return False

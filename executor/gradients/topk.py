@@ -309,6 +309,16 @@ class TopkGradGroup(LossyGradGroup):
         feedback.take(torch.empty(0, dtype=torch.int64, device=gradient.device))  # none is sent
         return True
 
+    def not_to_be_unscaled(self, param: GradParam) -> str:
+        momentum = self.topk.momentum
+        if momentum is None or not momentum.groups.get(param.parameter, {}).get("weight_decay"):
+            return ""
+        return (
+            f"the weight decay of {param.name!r} is added to its gradient before top-k chooses, "
+            "and a gradient scaler would divide it by the scale: leave the scaler (bfloat16 needs "
+            "none) or the weight decay out, or plan with --forbid topk"
+        )
+
     def holds(self, param: GradParam) -> bool:
         return param in self._absorbed or super().holds(param)
 
@@ -322,6 +332,7 @@ class TopkGradGroup(LossyGradGroup):
         gradient = gradient.as_subclass(Tensor)  # of a divided parameter it may know its members
         rate = self.topk.rate(param) if mirrors(param) else 1.0
         average = SparseGradient.stand_for(param, rate, gradient, finish)
+        average.not_to_be_unscaled = self.not_to_be_unscaled(param)
         self._chosen[param] = self._choose(param, gradient, rate)
         return average
 

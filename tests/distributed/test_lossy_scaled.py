@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lossy import Training, assert_equal_on_all_ranks, lossy_plan, share
 from meshwright.executor.gradients.feedback import Lossy
+from meshwright.planner.schema.errors import InputError
 from torch.nn import functional as F
 
 STEPS, BAD = 40, 7
@@ -54,3 +55,20 @@ def overflow_once(rank: int, exchange: str, ratio: float, feedback: str) -> None
 )
 def test_an_overflow_costs_one_step(ranks, exchange, ratio, feedback):
     ranks(2)(overflow_once, exchange, ratio, feedback)
+
+
+def decays(rank: int, feedback: str) -> None:
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+    training = Training(lossy_plan("topk", 0.1, feedback=feedback), make)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    inputs, target = share(rank, 0, torch.float32)
+    scaler.scale(F.cross_entropy(training.model(inputs), target)).backward()
+    with pytest.raises(InputError, match="a gradient scaler would divide it by the scale"):
+        scaler.step(training.optimizer)
+
+
+@pytest.mark.parametrize("feedback", ["residual", "in_place", "mirror"])
+def test_weight_decay_that_was_added_before_is_not_unscaled(ranks, feedback):
+    ranks(2)(decays, feedback)
