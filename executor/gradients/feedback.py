@@ -40,7 +40,7 @@ from ...planner.simulate.dropping import PATIENCE
 from ...planner.simulate.slicing import SliceSpec
 from ..comm.steps import parameters_of
 from .buckets import GradParam
-from .flat_shard import flat, in_one_piece
+from .flat_shard import flat, in_one_piece, laid_as
 from .momentum import has_momentum
 from .slices import GradGroup, Slice, empty_like
 
@@ -82,6 +82,7 @@ class ErrorFeedback:
             computed = computed if type(computed) is Tensor else computed.as_subclass(Tensor)
             self._residual = computed if rate == 1 else computed.mul_(rate)
         else:
+            self._residual = laid_as(computed, self._residual)
             self._residual.add_(computed, alpha=rate)
         return self._residual
 

@@ -152,6 +152,14 @@ def in_one_piece(tensor: Tensor) -> bool:
     return bool(torch.ops.aten.is_non_overlapping_and_dense(bare(tensor)))
 
 
+def laid_as(gradient: Tensor, held: Tensor) -> Tensor:
+    """What is held, in the memory format that the gradient has now: elements are chosen and sent as
+    they lie in memory."""
+    if held.stride() == gradient.stride():
+        return held
+    return torch.empty_like(gradient, dtype=held.dtype).copy_(held)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory in a type that every backend carries."""
     return tensor.view(torch.uint8)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ...planner.schema.errors import InputError, RunError
+from .flat_shard import laid_as
 
 Groups = list[dict[str, Any]]
 
@@ -130,6 +131,7 @@ class Momentum:
             known = self._optimizer.state.get(parameter, {}).pop("momentum_buffer", None)
             if known is not None:
                 velocity.copy_(known).mul_(-1 if group["maximize"] else 1)
+        velocity = laid_as(gradient, velocity)
         return velocity.mul_(group["momentum"] if first_of_step else 1).add_(gradient)
 
     def without_momentum(self, groups: Groups) -> Groups:

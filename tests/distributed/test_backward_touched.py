@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from meshwright.executor.apply import apply
+from meshwright.executor.gradients.feedback import Lossy
 from meshwright.executor.parallel import full_state_dict, run_of
 from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.errors import InputError, RunError
@@ -190,6 +192,37 @@ def another_format(rank: int, policy: ExchangePolicy) -> str:
 def test_another_memory_format_of_shared_elements_is_told(ranks, policy):
     for found in ranks(2)(another_format, policy):
         assert "the memory format of '0.weight' has changed" in found
+
+
+def held_in_another_format(rank: int, policy: ExchangePolicy) -> dict[str, Tensor]:
+    """At a share of one nothing is held back, and training is that of one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    alone = copy.deepcopy(model)
+    with scheduled("priority"):
+        chosen = with_exchange(plan(2, [unit(name, 1, "none", 2) for name in "02"]), policy)
+    made = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone)]
+    apply(model, made[0], chosen, timeout_s=20, lossy=Lossy(stages=0))
+    for step in range(4):
+        if step == 2:
+            model.to(memory_format=torch.channels_last)
+        both = torch.randn(2, 2, 3, 4, 4, generator=torch.Generator().manual_seed(step))
+        for net, steps, x in ((model, made[0], both[rank]), (alone, made[1], both.flatten(0, 1))):
+            net(x).square().mean().backward()
+            steps.step()
+            steps.zero_grad()
+    for name, value in full_state_dict(model).items():
+        # Eight bits round.
+        most = 1e-2 if policy == "int8" else 1e-5
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=most, atol=most)
+    return {name: value.clone() for name, value in full_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("policy", ["topk", "int8"])
+def test_what_is_held_follows_the_memory_format(ranks, policy):
+    first, second = ranks(2)(held_in_another_format, policy)
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
 
 
 def norms(rank: int) -> list[float]:
