@@ -794,7 +794,7 @@ def auto_parallelize(
     check_arguments(
         optimizer, plan=plan, global_batch_size=global_batch_size,
         memory_limit_bytes=memory_limit_bytes, micro_batches=micro_batches,
-        min_fidelity=min_fidelity, inner_steps=inner_steps, time_limit_s=time_limit_s,
+        min_fidelity=min_fidelity, inner_steps=inner_steps, time_limit_s=time_limit_s, lossy=lossy,
     )  # fmt: skip
     wanted = check_precision(precision)
     device = start_process_group(limit)

@@ -10,6 +10,7 @@ import torch
 from ..planner.schema.errors import InputError
 from ..planner.schema.plan import Plan
 from ..planner.solve.request import check_time_limit
+from .gradients.feedback import Lossy
 
 
 def check_arguments(
@@ -22,6 +23,7 @@ def check_arguments(
     min_fidelity: Any,
     inner_steps: Any,
     time_limit_s: Any,
+    lossy: Any,
 ) -> None:
     """Raises ``InputError`` with the first value of a wrong type, and what to give instead.
 
@@ -44,11 +46,13 @@ def check_arguments(
     if time_limit_s is not None and not _number(time_limit_s):
         raise _wrong("time_limit_s", time_limit_s, "seconds, such as 30")
     check_time_limit(time_limit_s)
+    if not isinstance(lossy, bool | Lossy):
+        raise _wrong("lossy", lossy, "True or False, or how it is done as mw.Lossy(...)")
 
 
 def tell_of_idle_ranks(batch: int, ranks: int) -> None:
     """Warns of a global batch that leaves ranks without samples."""
-    if batch < ranks:
+    if 0 < batch < ranks:
         warnings.warn(
             f"a global batch of {batch} leaves {ranks - batch} of {ranks} ranks without "
             f"samples: pass global_batch_size in samples of all ranks, at least {ranks}",

@@ -507,9 +507,9 @@ class PriorityExchange(Exchange):
 
 def _touched(grad_group: GradGroup) -> RunError:
     return RunError(
-        f"the gradient of {grad_group.listed} was touched in backward after it had been sent: read "
-        "gradients after backward; where one parameter gets two gradients in a backward, as by "
-        "reentrant checkpoints, use checkpoint(..., use_reentrant=False)"
+        f"a gradient of {grad_group.listed} was read or changed in backward after it had been "
+        "sent: do that after backward, or plan with --schedule barrier (schedule='barrier'); if a "
+        "reentrant checkpoint computes it twice, use checkpoint(..., use_reentrant=False)"
     )
 
 

@@ -30,6 +30,7 @@ from ...planner.schema.cluster import LINK_NAMES, Cluster, LevelName
 from ...planner.schema.errors import InputError
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record, Seconds
+from ...planner.schema.report import LEAST_STEPS
 from ...planner.schema.text import expected, seconds
 from ..background.protocol import VARIABLE as BACKGROUND_VARIABLE
 from ..comm.groups import Group, World
@@ -51,8 +52,6 @@ TOLD_S = 2.0
 """How often a rank leaves its figures for rank 0."""
 WARM_UP = 3
 """Steps that are not held against the prediction: memory is first allocated, caches are cold."""
-LEAST_STEPS = 5
-"""A median of fewer is decided by one disturbance."""
 COMPARED_S = 30.0
 """How often it is asked why steps are not as predicted."""
 MOST_STEPS = 200

@@ -47,6 +47,10 @@ class BackgroundFigures(Record, frozen=True, kw_only=True):
     ended: str = ""
 
 
+LEAST_STEPS = 5
+"""A median of fewer is decided by one disturbance: of such it is not said what was expected."""
+
+
 class RunReport(Record, frozen=True, kw_only=True):
     """A run's end: predicted, measured, and what data parallelism was predicted to take.
 
@@ -68,8 +72,8 @@ class RunReport(Record, frozen=True, kw_only=True):
     def surprising(self) -> bool:
         """Whether the measured step is outside of the predicted interval."""
         low, high = self.predicted.low_s, self.predicted.high_s
-        # Beside a background job, steps are longer on purpose.
-        if low is None or high is None or self.background is not None:
+        # Beside a background job, steps are longer on purpose; and one or two may be anything.
+        if low is None or high is None or self.background is not None or self.steps < LEAST_STEPS:
             return False
         return not low <= self.measured.step_s <= high
 

@@ -31,6 +31,7 @@ RIGHT: dict[str, Any] = {
     "min_fidelity": 0.9,
     "inner_steps": 32,
     "time_limit_s": 30,
+    "lossy": False,
 }
 
 
@@ -49,6 +50,7 @@ RIGHT: dict[str, Any] = {
         ("min_fidelity", "most", "0.9"),
         ("inner_steps", 8.0, "32"),
         ("time_limit_s", "5", "seconds"),
+        ("lossy", "yes", "mw.Lossy"),
     ],
 )
 def test_types_that_cannot_be(name: str, value: object, remedy: str):

@@ -129,6 +129,7 @@ def test_a_run_outside_of_its_interval_is_told(measured_s, surprising):
     assert report.surprising == surprising
     bare = msgspec.structs.replace(report, predicted=Figures(step_s=0.1))
     assert not bare.surprising
+    assert not msgspec.structs.replace(report, steps=4).surprising  # too few to say so
 
 
 def test_the_spread_of_repetitions():
