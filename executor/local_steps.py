@@ -294,8 +294,12 @@ class HostsApart:
         for fragment in list(self._in_flight):
             self._arrived(fragment)  # what it was for is gone
         self.step_number = state["step"]
+        # A state may have been loaded onto the host.
         self._in_flight = {
-            fragment: [_FragmentMessage(tensor.clone(), None) for tensor in tensors]
+            fragment: [
+                _FragmentMessage(tensor.to(self._apart.device, copy=True), None)
+                for tensor in tensors
+            ]
             for fragment, tensors in state["in_flight"].items()
         }
 

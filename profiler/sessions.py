@@ -9,10 +9,10 @@ import hashlib
 import os
 import socket
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import msgspec
@@ -159,10 +159,19 @@ def cluster_of_ranks(
     shown = progress if dist.get_rank() == 0 else None
     return _once(
         Cluster,
-        _digest("cluster", places, software(), os.environ.get("OMP_NUM_THREADS"), *_how(device)),
+        _cluster_key(places, device),
         lambda: _probe(device, shown),
         refresh,
     )
+
+
+def _cluster_key(places: Sequence[object], device: torch.device) -> str:
+    """Of ranks at those places. Variables choose threads, interfaces and algorithms."""
+    chosen = sorted(
+        (name, value) for name, value in os.environ.items() if name.startswith(("GLOO_", "NCCL_"))
+    )
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return _digest("cluster", places, software(), threads, chosen, *_how(device))
 
 
 def _probe(device: torch.device, progress: Step | None) -> Cluster:
@@ -259,18 +268,61 @@ def _how(device: torch.device) -> tuple[str, ...]:
 
 def _code_of(model: nn.Module, loss: Callable[..., Any]) -> list[object]:
     """What the modules' forwards and the loss do, so that a profile is made anew where one was
-    edited. What these call further on is not looked at."""
+    edited: with all functions of their own classes, and those and the plain values that they name
+    in their own files. What is installed changes with its version."""
     forwards = {type(module): module.forward for module in model.modules()}
-    return [_compiled_code(function) for function in (*forwards.values(), loss)]
+    functions: list[Any] = [*forwards.values(), loss]
+    for kind in forwards:
+        for base in kind.__mro__:
+            for value in vars(base).values():
+                function = value.fget if isinstance(value, property) else value
+                if not _is_installed(_plain_function(function)):
+                    functions.append(function)
+    seen: set[int] = set()
+    return [part for function in functions for part in _reached(function, seen)]
+
+
+def _reached(function: Any, seen: set[int]) -> Iterator[object]:
+    """The code of a function, and of what it names where it is written."""
+    yield _compiled_code(function)
+    plain = _plain_function(function)
+    if _is_installed(plain) or id(plain) in seen:
+        return
+    assert plain is not None
+    seen.add(id(plain))
+    for name in _names_in(plain.__code__):
+        value = plain.__globals__.get(name)
+        if isinstance(value, FunctionType):
+            if value.__module__ == plain.__module__ and id(value) not in seen:
+                yield from _reached(value, seen)
+        elif isinstance(value, int | float | str):
+            yield name, value
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _names_in(value)
+
+
+def _is_installed(function: FunctionType | None) -> bool:
+    """Whether it is somebody else's, or no function that Python has compiled."""
+    return function is None or "site-packages" in Path(function.__code__.co_filename).parts
+
+
+def _plain_function(function: Any) -> FunctionType | None:
+    """The function inside a method, a wrapper or a partial, if there is one."""
+    while function is not None and not isinstance(function, FunctionType):
+        inner = getattr(function, "func", None)  # of a partial
+        function = getattr(function, "__func__", getattr(function, "__wrapped__", inner))
+    return function
 
 
 def _compiled_code(function: Any) -> object:
-    code = function if isinstance(function, CodeType) else None
-    while code is None and function is not None:
-        code = getattr(function, "__code__", None)
-        inner = getattr(function, "func", None)  # of a partial
-        function = getattr(function, "__func__", getattr(function, "__wrapped__", inner))
-    if code is None:
+    plain = None if isinstance(function, CodeType) else _plain_function(function)
+    code = function if plain is None else plain.__code__
+    if not isinstance(code, CodeType):
         return None
     return code.co_code.hex(), code.co_names, list(map(_constant, code.co_consts))
 

@@ -8,7 +8,7 @@ then belong to no unit. Attention, MLPs and mixtures of experts with a known rec
 each.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -25,7 +25,10 @@ from .trace import Event, Trace, TracedTensor
 MOST_OUTSIDE = 0.2
 
 # How the names of torch's operations that draw random numbers begin.
-_RANDOM = ("dropout", "alpha_dropout", "feature_", "bernoulli", "rand", "normal", "uniform")
+_RANDOM = (
+    "dropout", "alpha_dropout", "feature_", "bernoulli", "rand", "normal", "uniform", "exponential",
+    "gumbel", "multinomial", "rrelu", "log_normal", "geometric", "cauchy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,15 +153,29 @@ def uses_foreign(model: nn.Module, trace: Trace, unit: TracedUnit) -> bool:
     return any(id(model.get_parameter(p)) not in own for p in used)
 
 
-def draws_early(trace: Trace, unit: TracedUnit) -> bool:
-    """Whether a unit draws random numbers (dropout) before it uses a parameter."""
-    # Every member of a group would draw them for itself, on an input that all have alike.
-    for event in trace.events[unit.start : unit.end]:
-        if event.parameters:
-            return False
-        if event.module is None and event.name.startswith(_RANDOM):
-            return True
-    return False
+def draws_for_all(trace: Trace, unit: TracedUnit) -> bool:
+    """Whether a unit draws random numbers (dropout) for what all members of a group have alike, or
+    have parts of a sum of: every member would draw them for itself."""
+    events = trace.events[unit.start : unit.end]
+    drawing = [e for e in events if e.module is None and e.name.startswith(_RANDOM)]
+    if unit.kind == "experts":
+        return any(not _between_uses(event, events) for event in drawing)
+    first = next((e.index for e in events if e.parameters), unit.end)
+    return any(event.index < first for event in drawing)
+
+
+def _between_uses(event: Event, events: Sequence[Event]) -> bool:
+    """Whether an event lies in a module inside the unit, such as one expert, between two uses of
+    that module's parameters: there members have different features."""
+    inside = event.stack[event.stack.index(events[0].module or "") + 1 :]
+
+    def used(name: str, some: Sequence[Event]) -> bool:
+        return any(p.startswith(f"{name}.") for e in some for p in e.parameters)
+
+    before, after = (
+        [e for e in events if (e.index < event.index) is early] for early in (True, False)
+    )
+    return any(used(name, before) and used(name, after) for name in inside)
 
 
 def kind_of(module: nn.Module) -> UnitKind:

@@ -15,7 +15,7 @@ from .select import (
     TracedUnit,
     called_children,
     called_plainly,
-    draws_early,
+    draws_for_all,
     parameters_of_own_code,
     uses_foreign,
 )
@@ -43,7 +43,8 @@ SHARED = (
     "its parameters are used outside it too: call the module instead of reading them, or untie them"
 )
 DRAWS = (
-    "it draws random numbers (dropout) before it uses a parameter: draw them in a module before it"
+    "it draws random numbers (dropout) before it uses a parameter, or outside the features of its "
+    "experts: draw them in a module of their own"
 )
 FOREIGN = "it uses parameters of other modules: let it have its own"
 ALTERED = (
@@ -134,7 +135,7 @@ def why_not_plain(
         UNPLAIN: not all(seen.plain for seen in ends),
         LEFT_OUT: below,
         SHARED: bool(unit.parameters(model) & used_outside),
-        DRAWS: draws_early(trace, unit),
+        DRAWS: draws_for_all(trace, unit),
         FOREIGN: uses_foreign(model, trace, unit),
         ALTERED: any(altered(m) for m in modules),
         # A member would keep what it makes of its part, or of a whole group's samples.

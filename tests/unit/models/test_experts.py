@@ -4,6 +4,7 @@ import meshwright as mw
 import pytest
 import torch
 from meshwright.models.splits import find_splits
+from meshwright.models.units import stays_whole
 from meshwright.models.units.discover import discover
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -164,6 +165,40 @@ def test_a_list_of_experts_is_divided_in_each_of_them():
     assert cut["block.experts.2.up.weight"] == cut["block.experts.2.up.bias"] == 0
     assert cut["block.experts.2.down.weight"] == 1
     assert len(cut) == 3 * (EXPERTS + 1)
+
+
+class Dropping(Expert):
+    """Drops features of its own, or of what it adds to the others'."""
+
+    def __init__(self, *, last: bool) -> None:
+        super().__init__()
+        self.drop, self.last = nn.Dropout(0.5), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.up(x))
+        return self.drop(self.down(inner)) if self.last else self.down(self.drop(inner))
+
+
+class Noisy(Block):
+    """Adds noise to its scores (Shazeer et al., arXiv 1701.06538)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, WIDTH)
+        scores = self.router(flat)
+        scores = scores + torch.randn_like(scores) if self.training else scores
+        weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(2)
+        return self.experts(flat, chosen, weights).reshape(x.shape)
+
+
+def test_experts_draw_for_their_own_features_only():
+    """Members would drop other parts of a sum, and send a sample to other experts."""
+    inner, last = (
+        nn.ModuleList(Dropping(last=last) for _ in range(EXPERTS)) for last in (False, True)
+    )
+    assert found(Block(inner))["block"].splits
+    for block in (Block(last), Noisy(Stacked())):
+        unit = found(block)["block"]
+        assert (unit.kind, unit.splits, unit.stays_whole) == ("experts", (), stays_whole.DRAWS)
 
 
 def test_what_follows_the_sum_must_be_linear():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import meshwright as mw
 import pytest
 import torch
@@ -9,7 +11,7 @@ from meshwright.models.failing import failing_module, raised_outside
 from meshwright.models.target import try_out
 from meshwright.models.units.trace import record
 from meshwright.profiler.model import profile
-from meshwright.profiler.sessions import _constant, _profile_key
+from meshwright.profiler.sessions import _cluster_key, _constant, _profile_key
 from torch import nn
 from torch.nn import functional as F
 
@@ -84,6 +86,50 @@ def test_a_profile_is_made_anew_where_the_code_was_edited(monkeypatch):
     assert key() == before
     assert key(lambda output, target: 2 * F.cross_entropy(output, target)) != before
     monkeypatch.setattr(Twice, "forward", lambda self, x: self.linear(self.linear(x)))
+    assert key() != before
+
+
+SCALE = 2.0
+
+
+def helped(x):
+    return SCALE * x
+
+
+class Helped(Twice):
+    def forward(self, x):
+        return self.attend(x)
+
+    def attend(self, x):
+        return helped(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("of_class", "name", "other"),
+    [
+        (True, "attend", lambda self, x: helped(self.linear(self.linear(x)))),
+        (False, "helped", lambda x: SCALE * x.relu()),
+        (False, "SCALE", 3.0),
+    ],
+)
+def test_what_a_forward_calls_further_on_counts(monkeypatch, of_class, name, other):
+    def key():
+        return _profile_key(of(Helped(), nn.Linear(8, 3)), None, torch.device("cpu"))
+
+    before = key()
+    assert key() == before
+    monkeypatch.setattr(Helped if of_class else sys.modules[__name__], name, other)
+    assert key() != before
+
+
+def test_a_cluster_is_probed_anew_over_another_interface(monkeypatch):
+    def key():
+        return _cluster_key([("host", "cpu")] * 2, torch.device("cpu"))
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = key()
+    assert key() == before
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert key() != before
 
 
