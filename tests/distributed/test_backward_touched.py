@@ -97,6 +97,10 @@ class Failing(torch.autograd.Function):
         raise ValueError("no memory, say")
 
 
+def fail(_: Tensor) -> None:
+    raise ValueError("no memory, say")
+
+
 class MayFail(nn.Module):
     """Two layers; backward may fail between them, or between the first one's two parameters."""
 
@@ -124,6 +128,11 @@ def goes_on(rank: int, schedule: ScheduleName, policy: ExchangePolicy) -> list[d
                 with pytest.raises(ValueError, match="no memory"):
                     model(x).square().mean().backward()
                 model.fails = False
+                # Once more, when one of the first layer's two gradients is there.
+                hook = model.first.weight.register_hook(fail)
+                with pytest.raises(ValueError, match="no memory"):
+                    model(3 * x).square().mean().backward()
+                hook.remove()
                 optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
