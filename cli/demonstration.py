@@ -99,10 +99,11 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> D
         f"5. {STEPS} steps on scikit-learn's digits, after {WARM_UP} to warm up: planned, then "
         "data parallel (meshwright launch)"
     )
-    runs = []
+    titled = {}
     for title, chosen in (("planned", plan), ("data parallel", plain)):
         say(f"{title}:")
-        runs.append(_run(Task(name="train", steps=STEPS), RunReport, chosen))
+        titled[title] = _run(Task(name="train", steps=STEPS), RunReport, chosen)
+    runs = tuple(titled.values())
     took = time.perf_counter() - start
     report = DemoReport(
         folder=str(kept),
@@ -113,7 +114,6 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> D
     )
     save(report, kept / "demo.json")
     rows: list[tuple[str, ...]] = []
-    titled = {"planned": runs[0], "data parallel": runs[1]}
     for title, run in titled.items():
         rows += [(f"{title}: {what.strip()}", *rest) for what, *rest in measured_rows(run)]
         rows.append((f"{title}: test accuracy", "", _percent(run), ""))

@@ -168,8 +168,7 @@ class GradientSynchroniser:
     def _exchange_all(self) -> None:
         self._number += 1
         # All of a parameter's ranks must agree on whether it is exchanged, and ranks may have used
-        # different ones. A gradient that the user has taken away
-        # counts as none.
+        # different ones. A gradient that the user has taken away counts as none.
         used = [
             (p in self._changed and p.parameter.grad is not None) or self._exchange.holds(p)
             for p in self.params

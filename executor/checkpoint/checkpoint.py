@@ -164,13 +164,12 @@ class Checkpoint:
         self._model, self._run, self._parts = model, run, parts
         self._every, self._keep = every, keep
         self._group = checkpoint_group(run.world, run.watch.timeout_s).handle
-        for other in _of_group(self._group):  # one of them may write into this very folder
-            other._join()
-        _of_group(self._group).add(self)
         self._steps = 0
         self._found = rank_zero_decides(lambda: steps_in(folder))
         self._resumed = False
         self._thread: threading.Thread | None = None
+        self._join_all()  # another may write into this very folder
+        _of_group(self._group).add(self)
         self._writing = 0
         self._failure: Exception | None = None
         self._description = Description(
@@ -288,8 +287,7 @@ class Checkpoint:
             self._write(description, tensors, state)
 
         # Ranks that write two trainings, or one into two folders, do so in one order.
-        for other in _of_group(self._group):
-            other._join()
+        self._join_all()
         self._writing = self._steps
         self._thread = spawn(f"checkpoint of step {self._steps}", write)
 
@@ -298,6 +296,11 @@ class Checkpoint:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def _join_all(self) -> None:
+        """Waits for all threads that write within the same process group."""
+        for one in _of_group(self._group):
+            one._join()
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on disk. Raises ``RunError`` where it could not be

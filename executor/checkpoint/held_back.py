@@ -125,7 +125,8 @@ class HeldBack:
         state = optimizer.state[holding.tensor]
         # The optimizer turns the sign of what it gets where it maximises.
         turned = any(
-            holding.tensor in set(g["params"]) and g["maximize"] for g in optimizer.param_groups
+            group["maximize"] and any(p is holding.tensor for p in group["params"])
+            for group in optimizer.param_groups
         )
         buffer = torch.empty_like(bare(holding.tensor)).copy_(velocity)
         state["momentum_buffer"] = buffer.neg_() if turned else buffer

@@ -172,6 +172,11 @@ class HostGradGroup(GradGroup):
         """The process groups that they go through."""
         return self.slices[0].hosts
 
+    def wait_and_average(self, watch: Watchdog) -> float:
+        waited = super().wait_and_average(watch)
+        watch.compare(self.params[0].group)  # noted for it, and waited for by its stages' threads
+        return waited
+
     def go_through(self, stages: Stages) -> None:
         """Names the threads that its slices go through."""
         for one in self.slices:

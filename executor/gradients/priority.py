@@ -192,7 +192,7 @@ class PriorityExchange(Exchange):
         )
         self.release.updater = before.release.updater
         old, new = before.topk or before._topk_before, self.topk
-        self._topk_before = old
+        self._topk_before = old if new is None else None
         if old is not None and new is not None:
             new.load(old.state())
             new.momentum = old.momentum
@@ -245,10 +245,7 @@ class PriorityExchange(Exchange):
         if self._just_packed is not None:
             self._just_packed = None
             self._advance()
-        gradient = as_sent(param)
-        # Autograd gives views of one gradient to parameters that are added up: in its place the sum
-        # over ranks would be made for one of them while another is still to read its own.
-        self._take(param, gradient.clone() if shares_memory(gradient) else gradient)
+        self._take(param, _alone(param))
         if isinstance(grad_group.gradients[param], SparseGradient) or not grad_group.sends(param):
             self._show(param)  # its memory is free from here on
         if grad_group.full:
@@ -284,10 +281,8 @@ class PriorityExchange(Exchange):
         return found
 
     def absorb(self, param: GradParam) -> None:
-        gradient = as_sent(param)
-        gradient = gradient.clone() if shares_memory(gradient) else gradient
         self._computed.add(param)
-        if self.group_of[param].absorb(param, gradient):
+        if self.group_of[param].absorb(param, _alone(param)):
             param.parameter.grad = None  # it is part of what is held
 
     def _take(self, param: GradParam, gradient: Tensor) -> None:
@@ -492,8 +487,6 @@ class PriorityExchange(Exchange):
         self._check_votes_if_due(grad_group)
         waited_s = grad_group.wait_and_average(self._watch)
         self._waited_s += waited_s
-        if isinstance(grad_group, HostGradGroup):  # noted here, waited for by its stages' threads
-            self._watch.compare(grad_group.params[0].group)
         self._orders.arrived(grad_group, waited_s)
         update, gradients = grad_group.update, grad_group.gradients
         grad_group.clear()
@@ -511,6 +504,14 @@ def _touched(grad_group: GradGroup) -> RunError:
         "sent: do that after backward, or plan with --schedule barrier (schedule='barrier'); if a "
         "reentrant checkpoint computes it twice, use checkpoint(..., use_reentrant=False)"
     )
+
+
+def _alone(param: GradParam) -> Tensor:
+    """The parameter's gradient, in memory that no other tensor has."""
+    # Autograd gives views of one gradient to parameters that are added up: in its place the sum
+    # over ranks would be made for one of them while another is still to read its own.
+    gradient = as_sent(param)
+    return gradient.clone() if shares_memory(gradient) else gradient
 
 
 def shares_memory(gradient: Tensor) -> bool:

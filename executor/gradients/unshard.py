@@ -219,7 +219,8 @@ class UnshardManager:
         return tensor
 
     def _group_of(self, tensor: Tensor) -> FullyShardedGradGroup | None:
-        found = self._by_storage.get(_number_of(_storage_of(tensor)))
+        storage = _storage_of(tensor)
+        found = None if storage is None else self._by_storage.get(storage._cdata)
         return None if found is None else found[1]
 
     # -- states of a group ---------------------------------------------------------------------
@@ -246,7 +247,7 @@ class UnshardManager:
             for param in grad_group.params:
                 storage = _storage_of(param.parameter)
                 if storage is not None:
-                    self._by_storage[_number_of(storage)] = storage, grad_group
+                    self._by_storage[storage._cdata] = storage, grad_group
 
     def _open(self, grad_group: FullyShardedGradGroup) -> None:
         # Its parameters are as any other, until they are watched again or resharded.
@@ -325,7 +326,3 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
             return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def _number_of(storage: torch.UntypedStorage | None) -> int:
-    return 0 if storage is None else int(storage._cdata)

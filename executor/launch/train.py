@@ -183,13 +183,13 @@ def run_range(
             spent += [one.spent() for one in taken]
             taken.clear()
     spent += [one.spent() for one in taken]
-    if kept is not None:
+    if kept is not None or len(spent) <= WARM_UP:
         _losses_of(run_of(model), spent)  # or what is lost would be saved
+    if kept is not None:
         if not saved:
             kept.save()
         kept.close()
     if len(spent) <= WARM_UP:
-        _losses_of(run_of(model), spent)
         return None
     last = draw(numbers.stop)
     peak = _peak(workload, step, last, optimizer), reserved_at_most(device_of(model)) or 0

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ...planner.memory import prefetch_overlap
-from ..redistribution.lazy import check_version
+from ..redistribution.lazy import check_version, version_of
 from .regions import Region
 
 # What is smaller stays: a copy of it would take little but its latency.
@@ -165,7 +165,7 @@ class View:
         self.copy = copy
         # Detached: were it the node's own output, it would keep its node alive for ever.
         self.stays = tensor.detach() if copy is None else None
-        self._version = 0 if tensor.is_inference() else tensor._version
+        self._version = version_of(tensor)
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset()
 
