@@ -748,9 +748,10 @@ def auto_parallelize(
 
     Starts the process group from torchrun's environment if there is none; without torchrun this
     process is the only rank. ``plan`` (or the file that the launcher names in ``MESHWRIGHT_PLAN``)
-    is applied as it is. Else rank 0 profiles the model, all ranks measure their links, and rank 0
-    plans for all; what was measured is kept on disk and found again by its fingerprint. Where some
-    rank has less memory free than that plan needs, rank 0 plans again within what it has.
+    is applied as it is, and rank 0 warns of what is asked for beside it and it was not made for.
+    Else rank 0 profiles the model, all ranks measure their links, and rank 0 plans for all; what
+    was measured is kept on disk and found again by its fingerprint. Where some rank has less memory
+    free than that plan needs, rank 0 plans again within what it has.
 
     ``example_inputs``: a tensor, a tuple of arguments, a mapping of keyword arguments or a
     ``Batch``, a few samples of what a rank will feed. Not needed for a ``Workload`` or a model with
@@ -774,7 +775,7 @@ def auto_parallelize(
     import torch.distributed as dist
 
     from .executor.apply import apply
-    from .executor.arguments import check_arguments, tell_of_idle_ranks
+    from .executor.arguments import check_arguments, tell_of_idle_ranks, tell_of_ready_plan
     from .executor.comm.agreement import together
     from .executor.comm.watchdog import time_limit
     from .executor.gradients.feedback import Lossy
@@ -847,6 +848,11 @@ def auto_parallelize(
             "the plan is for batch statistics of each rank's share (local), not global: plan with "
             "--batch-statistics global, or leave batch_statistics out"
         )
+    elif dist.get_rank() == 0:
+        tell_of_ready_plan(
+            chosen, global_batch_size=global_batch_size, memory_limit_bytes=memory_limit_bytes,
+            micro_batches=micro_batches, min_fidelity=min_fidelity, inner_steps=inner_steps,
+        )  # fmt: skip
     computed = chosen.precision
     if computed is not None:
         together(lambda: set_precision(module, computed, optimizer))

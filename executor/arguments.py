@@ -60,6 +60,38 @@ def tell_of_idle_ranks(batch: int, ranks: int) -> None:
         )
 
 
+def tell_of_ready_plan(
+    plan: Plan,
+    *,
+    global_batch_size: int | None,
+    memory_limit_bytes: int | None,
+    micro_batches: Sequence[int],
+    min_fidelity: float | None,
+    inner_steps: int | None,
+) -> None:
+    """Warns of what is asked for beside a ready plan that was made for something else."""
+    goal, local = plan.goal, plan.local_steps
+    pairs = {
+        "global_batch_size": (global_batch_size, goal.batch),
+        "memory_limit_bytes": (memory_limit_bytes, goal.memory_limit_bytes),
+        "min_fidelity": (min_fidelity, goal.min_fidelity),
+        "inner_steps": (inner_steps, None if local is None else local.inner_steps),
+    }
+    changed = [
+        f"{name}={asked} (the plan has {'none' if has is None else has})"
+        for name, (asked, has) in pairs.items()
+        if asked is not None and asked != has
+    ]
+    if tuple(micro_batches) != (1,) and plan.micro_batches not in micro_batches:
+        changed.append(f"micro_batches={micro_batches} (the plan has {plan.micro_batches})")
+    if changed:
+        warnings.warn(
+            f"a ready plan is taken as it is, whatever is asked for beside it: {', '.join(changed)}"
+            "; plan anew with that, or leave it out",
+            stacklevel=3,
+        )
+
+
 def _wrong(name: str, value: object, remedy: str) -> InputError:
     return InputError(f"{name}={value!r} is of type {type(value).__name__}: give {remedy}")
 

@@ -136,6 +136,11 @@ SURPRISING = (
 )
 
 
+UNMEASURED_PEAK = (
+    "A script's peak memory is measured on GPUs only: on CPUs nothing counts what its tensors take."
+)
+
+
 def measured_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
     """(what, predicted, measured, measured over predicted) as texts."""
     rows = []
@@ -192,8 +197,11 @@ def measured_table(report: RunReport) -> Table:
     title = f"{report.target} on {ranks(report.world_size)}, {steps} after the first ones"
     headings = ("", "predicted", "measured", "ratio")
     table = filled_table(title, headings, measured_rows(report))
-    if report.surprising:
-        table.caption = SURPRISING
+    remarks = [SURPRISING] if report.surprising else []
+    if report.measured.peak_bytes is None and report.predicted.peak_bytes is not None:
+        remarks.append(UNMEASURED_PEAK)
+    if remarks:
+        table.caption = "\n".join(remarks)
         table.caption_justify = "left"
     return table
 

@@ -61,6 +61,7 @@ class LazySteps:
         self._optimizer = optimizer
         self._exchange = exchange
         self._momentum = momentum
+        self._sharded = sharded
         self._warned = False
         self.early = EarlyUpdates(optimizer, self._release)
         self._own: Any = type(optimizer).step
@@ -84,7 +85,7 @@ class LazySteps:
             if grad_group.update is not None:  # of a step before, which no forward has needed
                 exchange.finish(grad_group)
         sharded = [g for g in exchange.grad_groups if isinstance(g, ShardedGradGroup)]
-        if sharded:
+        if sharded or self._frozen(exchange):
             return self._step_sharded(exchange, sharded, closure)
         if closure is not None or _is_scaled(self._optimizer) or not self._can_be_lazy():
             return self._step_at_once(closure)
@@ -167,7 +168,9 @@ class LazySteps:
                 loss = closure()
         groups = copy_groups(self._groups())
         sharded = {param.parameter for grad_group in grad_groups for param in grad_group.params}
-        self._take_over(exchange, groups, sharded)
+        frozen = self._frozen(exchange)
+        self._take_over(exchange, groups, sharded | set(frozen))
+        self._update_frozen(frozen, groups)
         is_scaled = _is_scaled(self._optimizer)
         if is_scaled:
             exchange.finish_all()  # the scaler takes its scale away after the step
@@ -179,6 +182,23 @@ class LazySteps:
             else:
                 pipeline.start()
         return loss
+
+    def _frozen(self, exchange: PriorityExchange) -> list[nn.Parameter]:
+        """Parameters whose state ranks share, that were frozen and kept their gradients: no group
+        has them any more, and optimizers go on to update them."""
+        exchanged = {param.parameter for param in exchange.group_of}
+        return [p for p in self._sharded if p.grad is not None and p not in exchanged]
+
+    def _update_frozen(self, parameters: Sequence[nn.Parameter], groups: Groups) -> None:
+        """Updates this rank's chunks of them and puts all chunks together. Collective."""
+        if not parameters:
+            return
+        specs = {p: self._sharded[p] for p in parameters}
+        with torch.no_grad():
+            chunks = {p: _chunk(p, spec, spec.chunk_of(p)) for p, spec in specs.items()}
+            update_chunks(chunks, groups, self._optimizer.state, own_step(self._optimizer))
+            for parameter, spec in specs.items():
+                parameter.copy_(spec.all_gather(chunks[parameter].detach()))
 
     def _pipeline(
         self, exchange: PriorityExchange, grad_groups: Sequence[ShardedGradGroup], groups: Groups
@@ -252,15 +272,21 @@ def _chunk_update(
     the gradients that there are now. Their state stands under the real parameters."""
     chunks: dict[nn.Parameter, nn.Parameter] = {}
     for param, spec in grad_group.specs.items():
-        parameter, gradient = param.parameter, param.parameter.grad
-        if gradient is None:
-            continue
-        chunks[parameter] = chunk = nn.Parameter(grad_group.chunk_of(param))
-        if isinstance(gradient, ShardedGradient):
-            chunk.grad = gradient.take_over()
-        else:
-            chunk.grad = spec.chunk_of(gradient).clone()  # it may be zeroed before it is used
+        if param.parameter.grad is not None:
+            own = grad_group.chunk_of(param)
+            chunks[param.parameter] = _chunk(param.parameter, spec, own)
     return partial(update_chunks, chunks, groups, state, step_on)
+
+
+def _chunk(parameter: nn.Parameter, spec: FlatShardSpec, own: torch.Tensor) -> nn.Parameter:
+    """This rank's elements of a parameter, ``own``, with those of its gradient."""
+    chunk, gradient = nn.Parameter(own), parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, ShardedGradient):
+        chunk.grad = gradient.take_over()
+    else:
+        chunk.grad = spec.chunk_of(gradient).clone()  # it may be zeroed before it is used
+    return chunk
 
 
 def _postpone_sharded(

@@ -318,6 +318,8 @@ class _Run:
 
     def _sentence(self, part: Part, by: float, faster: bool) -> str:
         if part == "compute":
+            if by < 1:
+                return f"computing is {1 / by:.2f} times as fast as assumed"
             return f"computing takes {by:.2f} times as long as assumed"
         assumed, found = self._rate(part), self._rate(part) / by
         least = "at least " if faster else ""

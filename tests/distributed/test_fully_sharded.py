@@ -189,11 +189,18 @@ class Training:
         self.optimizer.zero_grad()
 
     def step(self, seed: int = 0) -> None:
-        self.together(seed)
+        self.backward(seed)
+        self.update()
+
+    def backward(self, seed: int) -> None:
+        self.model(input_of(seed + self.rank)).square().sum(1).mean().backward()
         whole = torch.cat([input_of(seed + r) for r in range(self.world)])
         self.alone(whole).square().sum(1).mean().backward()
-        self.other.step()
-        self.other.zero_grad()
+
+    def update(self) -> None:
+        for optimizer in (self.optimizer, self.other):
+            optimizer.step()
+            optimizer.zero_grad()
 
     def check(self) -> None:
         expected = dict(self.alone.state_dict())
@@ -340,6 +347,13 @@ def freezes_and_thaws(rank: int) -> None:
         for model in (training.model, training.alone):
             model.layers[3].requires_grad_(seed % 2 == 0)
         training.step(seed)
+        training.check()
+    for _ in range(3):  # one that is frozen between two backwards keeps what the first has left
+        for seed in range(2):
+            for model in (training.model, training.alone):
+                model.layers[3].requires_grad_(seed == 0)
+            training.backward(seed)
+        training.update()
         training.check()
 
 

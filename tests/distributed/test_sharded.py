@@ -405,6 +405,24 @@ def parameters_unused(rank: int, world: int) -> None:
         pair.check()
 
 
+def frozen_with_gradients(rank: int, world: int) -> None:
+    """What is frozen and keeps its gradient is updated on, with its state, as in one process."""
+    pair = Pair(rank, shards(world), "adamw")
+
+    def train(*, wide: bool) -> None:
+        for model in (pair.model, pair.alone):
+            model.wide.requires_grad_(wide)
+
+    for seed in range(5):
+        train(wide=seed not in (2, 3))
+        pair.backward(seed)
+        if seed == 1:  # between two backwards of one step
+            train(wide=False)
+            pair.backward(seed + 10)
+        pair.step(set_to_none=seed == 3)
+        pair.check()
+
+
 def evaluates_and_averages(rank: int, world: int) -> None:
     """Whatever reads parameters after a step sees the new ones, on one rank alone too."""
     pair = Pair(rank, shards(world))
@@ -501,6 +519,7 @@ CHECKS = [
     follows_schedulers,
     steps_with_a_closure,
     parameters_unused,
+    frozen_with_gradients,
     evaluates_and_averages,
     resumes,
     scaler_skips_everywhere,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from meshwright.cli import demonstration
 from meshwright.executor import micro
-from meshwright.executor.arguments import check_arguments
+from meshwright.executor.arguments import check_arguments, tell_of_ready_plan
 from meshwright.executor.optimizer.kinds import check_holds
 from meshwright.executor.optimizer.state import scatter_optimizer_state
 from meshwright.planner.schema.errors import InputError
@@ -88,6 +89,36 @@ def test_the_name_of_a_file_is_no_record(name: str):
     wrong, sentence = WRONG_RECORDS[name]
     with pytest.raises(InputError, match=re.escape(sentence)):
         wrong()
+
+
+ASKED: dict[str, Any] = {
+    "global_batch_size": None,
+    "memory_limit_bytes": None,
+    "micro_batches": (1,),
+    "min_fidelity": None,
+    "inner_steps": None,
+}
+
+
+def test_what_is_asked_for_beside_a_ready_plan_is_told():
+    plan = mw.plan(
+        mw.profile("mlp", device="a100-sxm-40gb"),
+        one_device(),
+        mw.Goal(batch=64, micro_batches=(2,)),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tell_of_ready_plan(plan, **ASKED)
+        tell_of_ready_plan(plan, **{**ASKED, "global_batch_size": 64, "micro_batches": (1, 2)})
+    asked = {**ASKED, "global_batch_size": 32, "memory_limit_bytes": 1024, "micro_batches": (1, 4)}
+    with pytest.warns(UserWarning, match="taken as it is") as told:
+        tell_of_ready_plan(plan, **asked)
+    for part in (
+        "global_batch_size=32 (the plan has 64)",
+        "memory_limit_bytes=1024 (the plan has none)",
+        "micro_batches=(1, 4) (the plan has 2)",
+    ):
+        assert part in str(told[0].message)
 
 
 def test_a_search_without_time_is_refused():

@@ -94,6 +94,14 @@ def test_a_device_that_is_slower_than_profiled():
     assert found.profile.calibrated[0].startswith("computing takes 1.50 times as long as assumed")
 
 
+def test_computing_that_was_quicker_is_said_as_such():
+    plan, profile, links = exposed_case()
+    measured = figures(compute_s(0.8), 0.0, BYTES / RATE)
+    (change,) = calibrate(plan, report_of(plan, measured), profile, links).changes
+    assert change.times == pytest.approx(0.8, rel=0.005)
+    assert change.sentence.startswith("computing is 1.25 times as fast as assumed")
+
+
 def test_both_at_once():
     plan, profile, links = exposed_case()
     measured = figures(compute_s(2.0), 0.0, 3 * BYTES / RATE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from meshwright.cli.render.comparisons import measured_rows
+from meshwright.cli.render.comparisons import measured_rows, measured_table
 from meshwright.executor.launch.report import RankFigures, report_of_script
 from meshwright.planner.memory.reserved import segments_bytes
 from meshwright.planner.schema.goal import Goal
@@ -66,3 +66,5 @@ def test_a_report_has_it_beside_the_measured() -> None:
     assert row[2] == "96.0 MiB"
     on_cpus = report_of_script(planned("cpu"), [RankFigures(steps=5, figures=Figures(step_s=1.0))])
     assert not any("reserved" in row[0] for row in measured_rows(on_cpus))
+    assert "A script's peak memory is measured on GPUs only" in str(measured_table(on_cpus).caption)
+    assert "peak memory" not in str(measured_table(report).caption)
