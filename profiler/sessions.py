@@ -1,10 +1,12 @@
 """Measuring on this machine: in this process, on its ranks, or from the catalogue.
 
-What ranks measure together is kept on disk. A profile is found again by the model's structure (its
-modules, parameters and batch), the sizes measured, the device, how many ranks share its host and
-the software; a cluster by its hosts, devices and software. ``refresh`` measures anew.
+What ranks measure together is kept on disk, and what is estimated for a plan. A profile is found
+again by the model's structure (its modules, parameters and batch), the sizes measured, the device,
+how many ranks share its host and the software; a cluster by its hosts, devices and software.
+``refresh`` measures anew.
 """
 
+import functools
 import hashlib
 import os
 import socket
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import models
 from ..executor.comm.agreement import every_rank_tells, rank_zero_decides, together
 from ..executor.comm.setups import device_name, software
 from ..executor.launch.attribution import check_mean
@@ -376,7 +379,7 @@ def profile(
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
         # An unknown device is told before any work.
         datasheet(device)
-        return _estimated(target, precision, device, batches)
+        return _estimated(_dry_workload(target, precision), target, precision, device, batches)
     chosen = _tried(target, precision)
     if together:
         where = start_process_group()
@@ -399,10 +402,14 @@ def _tried(target: str | Workload, precision: str | None) -> Workload:
 
 
 def _estimated(
-    target: str | Workload, precision: str | None, device: str, batches: Sequence[int] | None
+    chosen: Workload,
+    target: str | Workload,
+    precision: str | None,
+    device: str,
+    batches: Sequence[int] | None = None,
 ) -> ModelProfile:
-    """The estimate of a model without memory, or with it where the model needs values."""
-    chosen = _dry_workload(target, precision)
+    """The estimate of a model without memory (``chosen``), or with it (``target``) where the model
+    needs values."""
     try:
         return estimate(chosen, device, batches=batches)
     except Exception as error:
@@ -504,7 +511,7 @@ def profile_for(
             cache.put(known, key)
         return known
     if len(names) > 1 and names <= set(catalogued()):
-        return _estimated_for_each(target, cluster, precision, progress)
+        return _estimated_for_each(target, cluster, precision)
     if len(names) > 1:
         raise InputError(
             f"the cluster has devices of several kinds ({', '.join(sorted(names))}): profile the "
@@ -516,11 +523,38 @@ def profile_for(
             f"the cluster's device {name!r} is neither this machine's ({here!r}) nor catalogued: "
             "run 'meshwright profile' there and plan from that profile"
         )
-    return profile(target, None, name, 1, precision, progress)
+    return _known_estimate(target, precision, name)
+
+
+def _known_estimate(target: str | Workload, precision: str | None, device: str) -> ModelProfile:
+    """The estimate of a model, as it was made before where nothing has changed that it depends
+    on."""
+    chosen = _dry_workload(target, precision)
+    try:
+        key = _digest(
+            "estimate", device, _sources(), _profile_key(chosen, None, torch.device("cpu"))
+        )
+    except Exception:  # a model or a batch that cannot be: estimating says what of it
+        return _estimated(chosen, target, precision, device)
+    known = cache.get(ModelProfile, key)
+    if known is None:
+        known = _estimated(chosen, target, precision, device)
+        cache.put(known, key)
+    return known
+
+
+@functools.cache
+def _sources() -> str:
+    """What estimates are made by: code and tables of the profiler, and what finds units."""
+    rooms = (Path(__file__).parent, Path(models.__file__).parent)
+    files = sorted(
+        file for room in rooms for kind in ("py", "json") for file in room.rglob(f"*.{kind}")
+    )
+    return _digest(*(file.read_bytes() for file in files))
 
 
 def _estimated_for_each(
-    target: str | Workload, cluster: Cluster, precision: str | None, progress: Step | None
+    target: str | Workload, cluster: Cluster, precision: str | None
 ) -> ModelProfile:
     """The estimate for the devices of the first node, with those of nodes that have others. A node
     of several kinds counts as its slowest, by the datasheets' float32 rate."""
@@ -530,8 +564,7 @@ def _estimated_for_each(
 
     by_node = {node.name: slowest(node) for node in cluster.nodes}
     found = {
-        name: profile(target, None, name, 1, precision, progress)
-        for name in dict.fromkeys(by_node.values())
+        name: _known_estimate(target, precision, name) for name in dict.fromkeys(by_node.values())
     }
     first = by_node[cluster.nodes[0].name]
     others = {node: found[name] for node, name in by_node.items() if name != first}

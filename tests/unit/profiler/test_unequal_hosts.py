@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -15,6 +17,25 @@ from meshwright.profiler.catalogue import catalogued_device, describe_cluster
 from meshwright.profiler.sessions import joined_profile, profile_for
 
 from tests.strategies import chain_profile, linear
+
+NET = """
+import torch
+import meshwright as mw
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, {width})
+
+    def forward(self, x):
+        return torch.{activation}(self.fc(x))
+
+def net():
+    def batch(size):
+        return mw.Batch((torch.ones(size, 4),), None)
+    return mw.Workload("net", Net(), batch, lambda output, target: output.mean())
+"""
 
 
 def measured(times: float) -> msgspec.Struct:
@@ -70,6 +91,32 @@ def test_what_was_measured_for_a_batch_is_found_again(monkeypatch, tmp_path) -> 
     first = profile_for("mlp", there, Goal(batch=8), None, None)
     assert profile_for("mlp", there, Goal(batch=8), None, None) == first
     assert profile_for("mlp", there, Goal(batch=64), None, None) != first
+
+
+def test_an_estimate_is_found_again_until_the_model_is_edited(monkeypatch, tmp_path) -> None:
+    """It takes longer than most searches, and a plan is asked for with other limits and links."""
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
+    made, estimate = [], sessions.estimate
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(args[1])
+        return estimate(*args, **kwargs)
+
+    monkeypatch.setattr(sessions, "estimate", counted)
+    file = tmp_path / "net.py"
+
+    def found(width: int, activation: str, device: str = "t4") -> Any:
+        file.write_text(NET.format(width=width, activation=activation))
+        there = mixed(device, device)
+        return profile_for(f"{file}:net", there, Goal(batch=8), None, None)
+
+    first = found(8, "relu")
+    assert found(8, "relu") == first
+    assert made == ["t4"]
+    assert found(8, "relu", "a100-sxm-40gb") != first
+    found(8, "tanh")
+    assert found(16, "relu").unit("fc").parameter_bytes > first.unit("fc").parameter_bytes
+    assert len(made) == 4
 
 
 def test_of_devices_that_are_not_known_profiles_are_asked_for() -> None:
