@@ -787,7 +787,7 @@ def auto_parallelize(
     from .executor.optimizer.kinds import optimizer_name, planned_for, ready
     from .executor.optimizer.lazy import releases_not
     from .models.precision import check_conversion, set_precision, surrounding_precision
-    from .models.target import workload_of
+    from .models.target import try_out, workload_of
     from .models.workload import Workload
 
     limit = time_limit(timeout_s)
@@ -814,6 +814,7 @@ def auto_parallelize(
         workload = replace(workload, precision=own)
         if own is not None:  # before anything is measured, which may take a minute
             together(lambda: check_conversion(module, own, optimizer))
+        together(lambda: try_out(workload, device))
         ranks = dist.get_world_size()
         batch = samples * ranks if global_batch_size is None else global_batch_size
         if dist.get_rank() == 0:

@@ -1,6 +1,7 @@
 """The ``meshwright`` command: verbs, exit codes, and one sentence for every mistake."""
 
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -24,6 +25,8 @@ from .report import report
 STOPPED = 130
 # Characters of a path that are shown of one that is too long.
 LONGEST_NAME = 80
+# What the system says where there is no room for more: on the disk, for this user, in one file.
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 # Objects made after which Python looks for circles of garbage (itself: 700 to 2,000, by version).
 GARBAGE = 50_000
 
@@ -81,7 +84,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         # A path that no file can have (too long, links in a circle): said of the path, wherever it
-        # was looked at first. What has no path is no mistake of the user's.
+        # was looked at first. What has no path is no mistake of the user's, but for a full disk.
+        if error.filename is None and error.errno in FULL:
+            return _say(f"cannot write: {error.strerror}; make room for it", InputError.exit_code)
         if error.filename is None:
             raise
         name = str(error.filename)

@@ -28,6 +28,11 @@ def deliver(record: Record, path: Path | None, json: bool, *parts: RenderableTyp
     """Writes a result where it was asked for, and prints it: JSON, or its ``parts``."""
     if path is not None:
         save(record, path)
+    show(record, path, json, *parts)
+
+
+def show(record: Record, path: Path | None, json: bool, *parts: RenderableType) -> None:
+    """Prints a result, which has been written to ``path`` if one was asked for."""
     if json:
         sys.stdout.write(encode(record).decode())
         return

@@ -20,13 +20,13 @@ from ..planner.schema.goal import make_goal
 from ..planner.schema.pins import parse_wishes
 from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
-from ..planner.schema.record import load
+from ..planner.schema.record import load, save
 from ..planner.schema.text import seconds
 from ..planner.solve.heuristic.resize import resized, resized_with
 from ..planner.solve.local_steps import cannot
 from ..planner.solve.request import made_from, problem_of
 from . import options
-from .output import check_out, deliver
+from .output import check_out, deliver, show
 from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,
@@ -155,11 +155,14 @@ def plan(
         if not (bursts or hypothetical):
             note("no unit leaves devices idle: add --bursts to trade time for devices")
     else:
+        # Before anything is shown of it, so that nothing which fails there loses it.
+        if out_ is not None:
+            save(made, out_)
         # With times of other nodes it is not the file's any more, and found by its fingerprint.
         profile = what if isinstance(what, ModelProfile) and not others else None
         words = _remarks(made, profile, there, forbidden=wishes.without, schedule=schedule)
         tables = decision_table(made, fold=not all_units), prediction_table(made)
-        deliver(made, out_, json, *tables, *words)
+        show(made, out_, json, *tables, *words)
 
 
 def _samples(count: int) -> str:
@@ -175,6 +178,22 @@ def _fewer_fragments(made: Plan) -> str | None:
     return (
         f"the model is averaged in {found} fragments, not in {asked}: each is of whole units, is "
         "about as large as the others and leaves after an inner step of its own"
+    )
+
+
+def _over_limit(made: Plan) -> str | None:
+    """That the step, as it is predicted, is longer than the limit, and what to ask for."""
+    # The search keeps the limit by the formula. What is predicted is simulated.
+    limit_s, step_s = made.goal.time_limit_s, made.slowed_s
+    if limit_s is None or step_s <= limit_s:
+        return None
+    takes = f"takes {seconds(step_s)}"
+    if made.goal.background:
+        takes = f"takes up to {seconds(step_s)} with the background job"
+    return (
+        f"the limit of {seconds(limit_s)} is kept by the formula, and simulated the step {takes}: "
+        "for a plan whose simulated step keeps it, ask for less, such as "
+        f"--step-limit {limit_s * limit_s / step_s:.3g}s"
     )
 
 
@@ -214,14 +233,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     note(_fewer_fragments(made))
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
-    limit_s, step_s = goal.time_limit_s, made.prediction.step_s
-    # The search keeps the limit by the formula. What is predicted is simulated.
-    if limit_s is not None and step_s > limit_s:
-        note(
-            f"the limit of {seconds(limit_s)} is kept by the formula, and simulated the step takes "
-            f"{seconds(step_s)}: for a plan whose simulated step keeps it, ask for less, such as "
-            f"--step-limit {limit_s * limit_s / step_s:.3g}s"
-        )
+    note(_over_limit(made))
     words = [verdict(made), *local_sentences(made), *local_batch_sentences(made, cluster)]
     # A profile measured for this plan is found on disk again, unless it could not be kept there.
     with suppress(InputError):

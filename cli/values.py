@@ -167,6 +167,9 @@ def _parse_bytes(text: str) -> int:
     # A comparison with nan is False: whatever was no number is refused here too.
     if not 1 <= count < 2**62:
         raise InputError(f"{text!r} is not an amount of memory: write it like 8GiB or 500MB")
+    if "." in text and not re.search("[a-z]", text.lower()):
+        asked = text.strip()
+        raise InputError(f"{asked} is no whole number of bytes: write a unit, as in {asked}GiB")
     return round(count)
 
 

@@ -79,30 +79,34 @@ def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> N
     # come.
     if os.environ.get(SWITCH) == "0":
         return
-    peaks, placement = run.plan.prediction.peak_bytes, run.world.placement
+    plan = run.whole_plan
     short = [
-        MemoryShortage(rank, int(needs), int(has), peaks[placement.index(rank)])
-        for rank, (needs, has) in zip(sorted(placement), ranks, strict=False)
+        MemoryShortage(rank, int(needs), int(has), _peak_of(plan, rank))
+        for rank, (needs, has) in enumerate(ranks)
         if has >= 0 and needs > max(has, SPARE_BYTES)
     ]
     if short:
-        raise refusal(run.plan, short)
+        raise refusal(plan, short)
     for host in hosts:
         if host.free_bytes is not None and host.needed_bytes > max(host.free_bytes, SPARE_BYTES):
-            raise InputError(host.refusal(run.plan))
+            raise InputError(host.refusal(plan))
 
 
 def _ranks(run: Run, model: nn.Module, optimizer: Optimizer | None) -> list[list[float]]:
     """What each rank needs of its device besides what it holds, and has free (-1: nobody knows);
     nothing where the plan does not say. Collective."""
-    peaks = run.plan.prediction.peak_bytes
-    if not peaks:
+    if not run.whole_plan.prediction.peak_bytes:
         return []
     free = free_bytes(device_of(model))
     there = _bytes([*model.parameters(), *model.buffers(), *_state(optimizer)])
-    needed = max(peaks[run.world.position] - there, 0)
+    needed = max(_peak_of(run.whole_plan, run.world.rank) - there, 0)
     mine = [needed, -1 if free is None else free]
-    return run.control.gather(mine, "the check of free memory", whole=False).rows()
+    # Of all hosts that train, also where these train apart: all ranks are refused, or none.
+    return run.everyone.gather(mine, "the check of free memory", whole=False).rows()
+
+
+def _peak_of(plan: Plan, rank: int) -> int:
+    return plan.prediction.peak_bytes[plan.placement.index(rank)]
 
 
 class PinnedOnHost(NamedTuple):

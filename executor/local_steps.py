@@ -57,12 +57,16 @@ class AgreedPart:
         # In 16 bits the small steps of an average would be lost.
         self.dtype = dtype if dtype.itemsize >= 4 else torch.float32
         self.agreed = _real(self._params[0]).new_zeros(self.size, dtype=self.dtype)
-        for own, part in self._overlaps():
-            self.agreed[own].copy_(part)
+        self.agree()
         self.momentum = torch.zeros_like(self.agreed)
         # What is sent, and what is made of what has come: pages of new memory each time would take
         # longer than what is computed in them.
         self._message = torch.zeros_like(self.agreed)
+
+    def agree(self) -> None:
+        """Makes what the parameters are now the agreed copy."""
+        for own, part in self._overlaps():
+            self.agreed[own].copy_(part)
 
     def moved(self) -> Tensor:
         """How far this rank's part of the parameters is from the agreed copy now, until the next
@@ -174,6 +178,14 @@ class HostsApart:
             yield from part.kept()
 
     @torch.no_grad()
+    def agree_before_first_step(self) -> None:
+        """Until the first step hosts agree on the parameters as they are: weights may have been
+        loaded since the plan was applied. All hosts load the same, as under any plan."""
+        if self.step_number == 0:
+            for part in chain.from_iterable(self.fragments):
+                part.agree()
+
+    @torch.no_grad()
     def stepped(self, finish_steps: Callable[[], None]) -> None:
         """The optimizer has made a step: what leaves now is sent, what is due is applied.
         ``finish_steps`` applies what a step has left for later."""
@@ -250,6 +262,7 @@ class HostsApart:
     @contextmanager
     def agreed_values(self) -> Iterator[None]:
         """While inside, parameters are the copies that hosts agree on. Collective in a host."""
+        self.agree_before_first_step()
         before = [_real(p).clone() for p in self._params]
         with torch.no_grad():
             for part in (part for parts in self.fragments for part in parts):
@@ -264,6 +277,7 @@ class HostsApart:
     def state(self) -> dict[str, Any]:
         """What is needed to go on from here, besides the states of model and optimizer. Waits for
         what is on its way."""
+        self.agree_before_first_step()
         parts = [part for parts in self.fragments for part in parts]
         return {
             "step": self.step_number,

@@ -3,7 +3,7 @@
 The gradient that enters by the model's output is weighted there by the samples that this rank has;
 what enters by an attribute of a module (``layer.aux_loss``) is weighted at that attribute. A
 parameter that is divided over ranks has a part of its values only, which a loss must not take for
-the whole: it is refused at the first step. What nobody exchanges is told of: gradients of a
+the whole: that is refused. What nobody exchanges is told of: gradients of a
 parameter that is the loss's own, or that the model got after its plan, and those that the user has
 taken by ``torch.autograd.grad`` and set.
 """
@@ -65,12 +65,32 @@ class KeptResults:
             known = self._old.get(id(leaf))
             return leaf if known and known() is leaf else scale(materialize(leaf))
 
+        done: dict[int, Any] = {}
         for module, name in self._places:
             attributes = vars(module)
             if name in attributes:
                 # Past ``__setattr__``, which some modules have of their own.
-                attributes[name] = pytree.tree_map(scaled, attributes[name])
+                attributes[name] = _changed(attributes[name], scaled, done)
         self._old = _weakly(self._places)
+
+
+def _changed(value: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+    """``value`` with its leaves changed. Lists and dicts stay the same objects, which other modules
+    or the training loop may hold as well; those that are ``done`` are not changed again."""
+
+    def inside(one: Any) -> Any:
+        if not isinstance(one, _SHARED):
+            return change(one)
+        if id(one) not in done:
+            done[id(one)] = one
+            for key, held in enumerate(one) if isinstance(one, list) else list(one.items()):
+                one[key] = _changed(held, change, done)
+        return one
+
+    return pytree.tree_map(inside, value, is_leaf=lambda one: isinstance(one, _SHARED))
+
+
+_SHARED = (list, dict)
 
 
 def _is_result(leaf: object) -> bool:
@@ -84,7 +104,7 @@ def _weakly(places: Iterable[tuple[nn.Module, str]]) -> dict[int, weakref.ref[An
 
 
 class _GuardedParam(PendingParam):
-    """Mixed into the class of a divided parameter between the first forward and its backward."""
+    """Mixed into the class of a divided parameter between a forward and its backward."""
 
     @classmethod
     def __torch_function__(
@@ -106,32 +126,31 @@ _NAME = "_meshwright_guarded"
 
 def _refuse(parameter: Any) -> None:
     raise InputError(
-        f"the loss uses parameter {parameter.__dict__[_NAME]!r}, which is divided over ranks, so "
-        "each has a part of it only: let the optimizer decay weights (weight_decay), or keep the "
-        "parameter's unit whole (--forbid with its name and style, such as 'fc1=column')"
+        f"the loss uses parameter {parameter.__dict__[_NAME]!r}, which is divided over ranks or "
+        "not on all of them, so each has a part of it only: let the optimizer decay weights "
+        "(weight_decay), or keep the parameter's unit whole (--forbid with its name and style, "
+        "such as 'fc1=column'); where it is but looked at, do so under torch.no_grad()"
     )
 
 
 class Guard:
-    """Watches the divided parameters between the first forward and its backward."""
+    """Watches the divided parameters between each forward and its backward: a loss may begin to use
+    them at any step."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters, self._armed, self._over = dict(parameters), False, not parameters
+        self._parameters, self._armed = dict(parameters), False
 
     def arm(self) -> None:
         """After a forward whose backward will follow."""
-        if self._over:
-            return
-        self._armed = True
+        self._armed = bool(self._parameters)
         for name, parameter in self._parameters.items():
             # What waits for something else is read in its own way.
             if not isinstance(parameter, PendingParam):
                 parameter.__dict__[_NAME] = name
                 suspend(parameter, partial(resume, parameter), _GuardedParam)
 
-    def disarm(self, *, over: bool) -> None:
-        """Before the next forward; ``over`` once a backward has begun: the loss is known then."""
-        self._over = self._over or over
+    def disarm(self) -> None:
+        """Once a backward has begun, when the loss is known, and before the next forward."""
         if self._armed:
             self._armed = False
             for parameter in self._parameters.values():

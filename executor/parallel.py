@@ -67,8 +67,14 @@ class ParallelModule(nn.Module):
     _ddp_params_and_buffers_to_ignore = _NotWrapped()
     _fabric = _NotSetUp()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """What the user's class does where somebody derives from it (a registry of models, say) is
+        not for the class that the model gets with its plan."""
+
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _RUN not in self.__dict__:  # another model, made by ``type(model)(...)``
+            return super().__call__(*args, **kwargs)
         # Through ``torch.compile(model)`` of after the plan all that follows would be traced.
         callback = eval_frame.set_eval_frame(None)
         try:
@@ -102,25 +108,39 @@ class ParallelModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A plain copy that no plan looks after: a moving average of the weights, say."""
-        run = run_of(self)
-        if run.shards:  # a copy would have this rank's slices and no way to the others'
+        run = self.__dict__.get(_RUN)
+        if (
+            run is not None and run.shards
+        ):  # a copy would have this rank's slices and no way to the others'
             raise InputError(
                 "a model whose parameters are divided over ranks cannot be copied: build it anew "
                 "and load full_state_dict into it"
             )
         parallel_class = type(self)
         # Without its run and in its own class for a moment, so that the copy knows of neither.
-        del self.__dict__[_RUN]
+        self.__dict__.pop(_RUN, None)
         self.__class__ = parallel_class.__mro__[2]  # after the class that adopt made and this one
         try:
             plain = copy.deepcopy(self, memo)
         finally:
             self.__class__ = parallel_class
-            self.__dict__[_RUN] = run
+            if run is not None:
+                self.__dict__[_RUN] = run
         for own, module in zip(self.modules(), plain.modules(), strict=True):
             if isinstance(vars(own).get("forward"), CompiledForward):
                 vars(module).pop("forward", None)
         return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as such a copy: its class is not one that another process could import."""
+        # By the first protocol, as later ones insist on the class of the object that is pickled.
+        return copy.deepcopy(self).__reduce_ex__(0)
+
+    def __copy__(self) -> nn.Module:
+        """Not as pickled: a shallow copy shares all that the model has."""
+        made: nn.Module = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
 
 
 def adopt(model: ModelT, run: Run) -> None:

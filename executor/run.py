@@ -51,7 +51,7 @@ from .redistribution.bursts import Bursts
 from .redistribution.cache import RedistributionCache
 from .redistribution.lazy import materialize
 from .redistribution.redistribute import Meter
-from .redistribution.shards import Shard
+from .redistribution.shards import Shard, SubsetShard
 from .step_clock import StepClock
 from .synchronise import GradientSynchroniser, Kernels, LocalBatchCheck, MicroBatchCheck
 
@@ -307,13 +307,15 @@ class Run:
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         grad = torch.is_grad_enabled()
-        self.guard.disarm(over=False)
+        self.guard.disarm()
         if grad:
             if self.late_parameters is not None:
                 self.late_parameters.check(model)
             self.gradients.abandon()
             if [param.parameter.requires_grad for param in self._all_params] != self._trainable:
                 self._watch_gradients()
+            if self.apart is not None:
+                self.apart.agree_before_first_step()
         if not (grad or self.divided):
             return None  # evaluation of a model that every rank has whole: it may evaluate alone
         forward = self._new_forward(model, args, kwargs)
@@ -356,7 +358,8 @@ class Run:
             # Not those that are freed between uses, whose class is swapped for that meanwhile.
             free = self.flat_shards
             cut = {p: s for p, s in self.divided_parameters.items() if p not in free}
-            self._guard = Guard({s.names[0]: p for p, s in cut.items() if s.degree > 1})
+            part = {p: s for p, s in cut.items() if s.degree > 1 or isinstance(s, SubsetShard)}
+            self._guard = Guard({s.names[0]: p for p, s in part.items()})
         return self._guard
 
     def finish(self, model: nn.Module, output: Any, forward: Forward | None) -> Any:
@@ -376,7 +379,7 @@ class Run:
         return scale(output)
 
     def _began(self, forward: Forward) -> None:
-        self.guard.disarm(over=True)
+        self.guard.disarm()
         if self.watch.recorder is not None:
             self.watch.recorder.mark("loss")
         self.gradients.began(forward)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..planner.schema.errors import RunError
+from ..planner.schema.errors import InputError, RunError
 from ..planner.schema.plan import Plan
 from .comm.control import Control, PendingGather
 from .forward import Forward
@@ -132,6 +132,13 @@ class GradientSynchroniser:
         return self._backwards > 0
 
     def _ready(self, param: GradParam) -> None:
+        if torch.is_grad_enabled() and not self._exchange.keeps_graphs:
+            raise InputError(
+                "backward(create_graph=True) asks for gradients that have gradients themselves, "
+                "which those that travel in buckets have not: plan by priority (--schedule "
+                "priority, schedule='priority'), or take by torch.autograd.grad what is to be "
+                "derived again"
+            )
         self._begin(self._latest())
         self._changed.add(param)
         if self._synchronise and param in self._complete and self._exchange.sent(param):

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..planner.schema.errors import InputError
 from .failing import in_module
-from .replay import held_buffers, put_back
+from .replay import held_buffers, put_back, put_modes_back
 from .trial_sizes import SIZES, first_taken
 from .workload import Batch, Workload, device_of
 
@@ -40,9 +40,8 @@ def given_shapes(model: nn.Module, batch: Batch) -> None:
             "through the model first"
         ) from error
     finally:
+        put_modes_back(modes)
         put_back(buffers)
-        for module, mode in modes:
-            module.training = mode
     left = first_lazy(model)
     if left is not None:
         raise InputError(

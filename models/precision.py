@@ -102,11 +102,25 @@ def set_precision(
     check_conversion(model, precision, optimizer)
     model, traits = unwrapped(model), PRECISIONS[precision]
     dtype = getattr(torch, traits.parameters)
-    model.to(dtype)
+    to_type(model, dtype)
     _set_tf32(traits)
     _forget(model)
     if traits.autocast is not None:
         model.__dict__[_AUTOCAST] = _Autocast(model, precision)
+
+
+def to_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model, whose floating tensors are made of that type in place. Complex ones stay as they
+    are, but for float64, where they must not round what is computed with them."""
+
+    # Module.to would make complex ones real: what is imaginary in them would be lost.
+    def made(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(torch.complex128) if dtype is torch.float64 else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    model._apply(made)  # type: ignore[no-untyped-call]
+    return model
 
 
 def _forget(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +18,9 @@ from .spec import UnitSpec
 from .workload import Batch
 
 CopiedT = TypeVar("CopiedT", nn.Module, list[nn.Module])
+
+# Frozen parameters of so many bytes in all are copied whatever is trained beside them.
+_FEW_BYTES = 2**26
 
 
 HeldBuffer = tuple[nn.Module, str, Tensor, Tensor]
@@ -48,10 +51,10 @@ def put_back(buffers: list[HeldBuffer]) -> None:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Puts buffers (running statistics), gradients, train/eval flags and random states back at the
-    end."""
-    # Parameters are not copied: a forward and backward do not change them.
-    buffers = held_buffers(model)
+    """Puts buffers (running statistics), frozen parameters (``_held_frozen``), gradients, modes of
+    training and random states back at the end."""
+    # Others are not copied: a forward and backward do not change what is trained.
+    buffers, frozen = held_buffers(model), _held_frozen(model)
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
     for parameter, _ in gradients:
@@ -62,11 +65,40 @@ def preserved(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        put_modes_back(modes)
         put_back(buffers)
+        for parameter, before in frozen:
+            # Only what has changed, past what a graph that is still there has noted of it.
+            if parameter.shape == before.shape and not parameter.equal(before.to(parameter)):
+                parameter.data.copy_(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for module, mode in modes:
-            module.training = mode
+
+
+def _held_frozen(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """Frozen parameters with copies of their values: some models move theirs in each forward
+    (codebooks, momentum encoders). None where they take much more memory than those that are
+    trained, as under LoRA: those do not move, and a copy might not fit."""
+    # Those without values, or quantized by a class of their own, are none that a forward moves.
+    plain = (p for p in model.parameters() if type(p) is nn.Parameter and not p.is_meta)
+    there = [p for p in plain if p.layout is torch.strided]
+    frozen = [p for p in there if not p.requires_grad]
+    frozen_bytes, total = sum(p.nbytes for p in frozen), sum(p.nbytes for p in there)
+    if frozen_bytes > max(total - frozen_bytes, _FEW_BYTES):
+        return []
+    return [(p, p.detach().clone()) for p in frozen]
+
+
+def put_modes_back(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Gives modules, outer ones first, the train/eval modes that they had."""
+    # By their own methods: some change more than the flag (layers of LoRA that add their product to
+    # the weight for evaluation).
+    for module, mode in modes:
+        if module.training != mode:
+            with suppress(Exception):  # it may have no other mode
+                module.train(mode)
+    for module, mode in modes:
+        module.training = mode  # of those, too, that set another themselves
 
 
 def fix_statistics(model: nn.Module) -> None:

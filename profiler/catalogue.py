@@ -199,7 +199,8 @@ def describe_cluster(
     if devices_per_node > 1:
         rate = _required("intra_gbyte_s", intra_gbyte_s, "between the devices of a host") * 1e9
         levels.append(_level("intra", rate, intra_latency_us, INTRA_LATENCY_US))
-    if nodes > 1:
+    # Of one host as well where it is given: a plan may be asked for on more of them.
+    if nodes > 1 or inter_gbit_s is not None:
         rate = _required("inter_gbit_s", inter_gbit_s, "between hosts") * 1e9 / 8
         levels.append(_level("inter", rate, inter_latency_us, INTER_LATENCY_US))
     described = _stated(catalogued_device(device, memory_bytes), reserve_bytes, host_gbyte_s)

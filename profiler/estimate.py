@@ -203,9 +203,8 @@ class _Estimator(NamedTuple):
 
     def unit(self, unit: UnitSpec) -> UnitProfile:
         whole = self._whole(unit)
-        outside = self.found.outside if unit is self.found.units[0] else ()
         unreached = self.footprints.smallest.unreached
-        base = unit_profile(self.model, unit, whole, outside, unreached)
+        base = unit_profile(self.model, self.found, unit, whole, unreached)
         shares = [
             share
             for split in unit.splits

@@ -22,7 +22,15 @@ from ..executor.comm.pairwise import connect
 from ..executor.comm.setups import device_name, software
 from ..executor.launch.start import memory_bytes
 from ..planner.cost.collectives import Fabric, rings
-from ..planner.schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
+from ..planner.schema.cluster import (
+    Cluster,
+    Collective,
+    CollectiveCurve,
+    Device,
+    Interference,
+    Level,
+    Node,
+)
 from ..planner.schema.errors import InputError
 from .catalogue import fragments_bytes
 from .collectives import MeasuredGroup, curves, measure, slowest, synchronise
@@ -183,7 +191,8 @@ def _groups(hosts: Sequence[str]) -> list[tuple[str, GroupSets]]:
     """The sets of groups to measure one after the other, with the level that each is about.
 
     For every divisor of the world size the neighbours in blocks of it, and the ranks that have the
-    same place in the blocks: those at once which plans use at once.
+    same place in the blocks: those at once which plans use at once. Where all of these cross hosts
+    (2 ranks on one, 1 on another), pairs inside hosts, too, which leave some ranks out.
     """
 
     def level_of(sets: GroupSets) -> str:
@@ -200,7 +209,16 @@ def _groups(hosts: Sequence[str]) -> list[tuple[str, GroupSets]]:
         # On the same links as the blocks they would be measured twice.
         if level_of(strided) != level_of(blocks):
             found.append((level_of(strided), strided))
+    pairs = _pairs_inside(hosts)
+    if pairs and all(level == "inter" for level, _ in found):
+        found.insert(0, ("intra", pairs))
     return found
+
+
+def _pairs_inside(hosts: Sequence[str]) -> GroupSets:
+    """Neighbours on one host, two by two."""
+    members = [[r for r, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+    return [pair for own in members for pair in zip(own[::2], own[1::2], strict=False)]
 
 
 def _check_order(hosts: Sequence[str]) -> None:
@@ -213,13 +231,23 @@ def _check_order(hosts: Sequence[str]) -> None:
         )
 
 
+class _Waiting(MeasuredGroup):
+    """What a rank has where only others' groups are measured: it comes to the barriers of all
+    ranks and agrees on the times, as of a group of the set."""
+
+    def operation(self, collective: Collective, size_bytes: int) -> Callable[[], None]:
+        return lambda: None
+
+    def meet(self) -> None: ...
+
+
 def join(sets: GroupSets, device: torch.device) -> MeasuredGroup:
-    """Creates the group of a set that this rank is in; the set covers all ranks."""
+    """Creates the group of a set that this rank is in; where it is in none, it waits for others."""
     rank, backend = dist.get_rank(), "nccl" if device.type == "cuda" else "gloo"
     # By every rank, member or not, which nobody waits for. Among its members only torch would name
     # a group after its ranks: a second one of that name finds the addresses of the first, which are
     # gone, where a member is not there yet.
-    mine = next(ranks for ranks in sets if rank in ranks)
+    mine = next((ranks for ranks in sets if rank in ranks), sets[0])
 
     def made() -> dist.ProcessGroup:
         handles: list[dist.ProcessGroup]
@@ -228,6 +256,8 @@ def join(sets: GroupSets, device: torch.device) -> MeasuredGroup:
 
     handle = made()
     opposite = made() if backend == "gloo" else None
+    if rank not in mine:
+        return _Waiting(handle, mine, -1, device, opposite)
     if opposite is not None:
         connect(handle, opposite)
     group = MeasuredGroup(handle, mine, mine.index(rank), device, opposite)

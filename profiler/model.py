@@ -2,14 +2,15 @@
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from statistics import median
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..executor.comm.setups import device_name, software
 from ..executor.headroom import overflowed
@@ -18,9 +19,11 @@ from ..models.precision import measured_in
 from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
 from ..models.splits.leaves import BATCH_NORMS
+from ..models.target import own_batch
 from ..models.trial_sizes import SIZES, first_taken
 from ..models.units.chance import every_layer
 from ..models.units.discover import Discovery, discovered
+from ..models.units.storages import storage_of
 from ..models.workload import Batch, Workload
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
@@ -52,9 +55,13 @@ LONGEST_SHARE = 0.2
 # Of the time for a profile, what may be added so that units are measured divided at one degree:
 # what is not cannot be planned.
 OVERTIME = 0.5
+# And so that it is measured what lossy exchanges keep.
+FIDELITY_OVERTIME = 0.1
 # Samples whose step tells what larger batches take, and the fewest that are measured for a goal: a
 # batch of one has no statistics to normalise by, torch refuses it.
 FEW = 2
+
+FEWER = "measure fewer batches (meshwright profile --batches 4,8), and plan from that profile"
 
 Progress = Callable[[int, int, str], None]
 
@@ -87,7 +94,8 @@ class _Job:
         return self.start + self.budget_s * share - time.perf_counter()
 
     def batch(self, size: int) -> Batch:
-        return self.workload.make_batch(size).to(device=self.device)
+        # Of that size: of fewer samples than asked for, times would be too short.
+        return own_batch(self.workload, size).to(device=self.device)
 
 
 def profile(
@@ -161,7 +169,6 @@ def _profile(
                 batches = _fitting(job, found, batches, room_bytes, few.size)
             measured = sorted(_measure(job, found, batches, repeats), key=lambda m: m.batch)
             units = _units(job, found, measured, degrees)
-            units = _with_fidelity(job, units, measured[len(measured) // 2].batch)
     types = [p.dtype for p in workload.model.parameters() if p.is_floating_point()]
     job.report(0.95, "measuring optimizers")
     rates = update_rates(workload.model.parameters(), optimizers)
@@ -233,12 +240,12 @@ def _measure(
     sizes = sorted(set(batches)) if batches else BATCHES
     if sizes[0] < 1:
         raise InputError(f"batch size {sizes[0]} cannot be measured: give at least 1")
-    refused: list[str] = []
+    refused: dict[int, str] = {}
     taken: list[int] = []
     short = False
-    for i, size in enumerate(sizes):
-        job.report(0.1 + 0.6 * i / len(sizes), f"measuring a batch of {size}")
-        share = 0.1 + 0.6 * (i + 1) / len(sizes)
+
+    def tried(size: int, share: float) -> _Measured | None:
+        nonlocal short
         try:
             measured = _measure_batch(job, found, size, repeats, share)
         except Exception as error:
@@ -246,23 +253,42 @@ def _measure(
             # wants an even one. Other sizes tell as much, smaller ones where memory was short.
             job.workload.model.zero_grad()
             short |= overflowed(error)
-            refused.append(f"a batch of {size} with {type(error).__name__}: {error}")
+            refused[size] = f"a batch of {size} with {type(error).__name__}: {error}"
+            return None
+        taken.append(size)
+        return measured
+
+    for i, size in enumerate(sizes):
+        job.report(0.1 + 0.6 * i / len(sizes), f"measuring a batch of {size}")
+        measured = tried(size, 0.1 + 0.6 * (i + 1) / len(sizes))
+        if measured is None:
             continue
         yield measured
-        taken.append(size)
         if batches is None:
             done = measured.times.total
             # One size alone makes no curve.
             late = job.left_s(0.7) < 2 * measured.turn_s and i > 0
             if 2 * done > LONGEST_STEP_S or late:
                 break
-    if refused and len(taken) == 1:
-        another = taken[0] // 2 if short and taken[0] > 1 else 2 * taken[0]
-        yield _measure_batch(job, found, another, repeats, 0.7)
+    for size in _other_sizes(taken, refused, short):
+        if (another := tried(size, 0.7)) is not None:
+            yield another
+            break
     if not taken:
-        raise InputError(f"the model refuses {refused[0]}; measure others with --batches")
+        raise InputError(
+            f"the model refuses {next(iter(refused.values()))}; measure others with --batches"
+        )
     if refused and batches:
-        warnings.warn(f"measured without {'; '.join(refused)}", stacklevel=2)
+        warnings.warn(f"measured without {'; '.join(refused.values())}", stacklevel=2)
+
+
+def _other_sizes(taken: Sequence[int], refused: Collection[int], short: bool) -> list[int]:
+    """What to try for a curve where one size alone was taken of several; the smaller one first
+    where memory was ``short``."""
+    if not refused or len(taken) != 1:
+        return []
+    others = {taken[0] // 2, 2 * taken[0]} - {0, *refused}
+    return sorted(others, reverse=not short)
 
 
 def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: float) -> _Measured:
@@ -294,6 +320,15 @@ def _units(
 ) -> tuple[UnitProfile, ...]:
     model = job.workload.model
     sizes = [m.batch for m in measured]
+    unreached = set.intersection(*(m.footprint.unreached for m in measured))
+    bases = {
+        u.name: unit_profile(model, found, u, _whole(u, sizes, measured), unreached)
+        for u in found.units
+    }
+    if job.device.type == "cuda":
+        bases = {name: _with_host(base, measured) for name, base in bases.items()}
+    # Before units are divided, which may take all the time that is left.
+    bases = _with_fidelity(job, bases, measured[len(measured) // 2])
     # The largest: what a divided unit works on is a whole group's batch.
     calls = capture(model, job.batch(sizes[-1]), [u for u in found.units if u.splits])
     # A step goes through feature maps, weights and their gradients.
@@ -301,17 +336,6 @@ def _units(
     deadline = job.start + job.budget_s
     meter = ShareMeter(model, job.device, deadline, job.workload.precision, touched)
     overtime = max(deadline, time.perf_counter()) + OVERTIME * job.budget_s
-    # Parameters that no unit has count to the model's beginning, as in the executor.
-    outside = {found.units[0].name: found.outside}
-    unreached = set.intersection(*(m.footprint.unreached for m in measured))
-    bases = {
-        u.name: unit_profile(
-            model, u, _whole(u, sizes, measured), outside.get(u.name, ()), unreached
-        )
-        for u in found.units
-    }
-    if job.device.type == "cuda":
-        bases = {name: _with_host(base, measured) for name, base in bases.items()}
     # Should time run short, it was spent where most can be gained: on the most parameters.
     divided = [u for u in found.units if u.splits]
     divided.sort(key=lambda u: bases[u.name].parameter_bytes, reverse=True)
@@ -364,8 +388,7 @@ def _tell_of_late(names: Sequence[str]) -> None:
     if names:
         warnings.warn(
             f"time ran out before {len(names)} units were measured divided ({names[0]!r} first): "
-            "plans keep them whole; measure fewer batches (meshwright profile --batches 4,8), or "
-            "give more time (budget_s of mw.profile)",
+            f"plans keep them whole; {FEWER}",
             stacklevel=2,
         )
 
@@ -378,18 +401,39 @@ def inputs_of(unit: UnitSpec, found: Mapping[str, SavedInputs], size: int) -> di
     return {"input_saved": inputs.saved / size, "input_kept": inputs.kept / size}
 
 
-def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[UnitProfile, ...]:
-    """The units with what lossy exchanges keep of their gradients, if there is time for it."""
-    if job.left_s(1.0) < 0:
-        return tuple(units)
-    job.report(0.95, "measuring gradients")
-    measured = measure_fidelity(job.workload, [job.batch(size) for _ in range(STEPS)])
-    found = []
-    for unit in units:
+def _with_fidelity(
+    job: _Job, units: Mapping[str, UnitProfile], like: _Measured
+) -> dict[str, UnitProfile]:
+    """The units with what lossy exchanges keep of their gradients, if there is time for steps
+    ``like`` that one."""
+    left_s = max(job.left_s(1.0), FIDELITY_OVERTIME * job.budget_s)
+    if STEPS * like.times.total > left_s:
+        warnings.warn(
+            "time ran out before it was measured what lossy exchanges keep of gradients: plans "
+            f"send none in part (min_fidelity); {FEWER}",
+            stacklevel=2,
+        )
+        return dict(units)
+    job.report(0.7, "measuring gradients")
+    measured = measure_fidelity(job.workload, [job.batch(like.batch) for _ in range(STEPS)])
+    found, wrong = {}, []
+    for name, unit in units.items():
         names = list(dict.fromkeys(p.shared for p in unit.parameters))
-        curves, energy = measured.profiles(names), measured.energy(names)
-        found.append(msgspec.structs.replace(unit, fidelity=curves, gradient_energy=energy))
-    return tuple(found)
+        energy = measured.energy(names)
+        if not isfinite(energy):
+            wrong.append(name)
+            found[name] = unit
+            continue
+        curves = measured.profiles(names)
+        found[name] = msgspec.structs.replace(unit, fidelity=curves, gradient_energy=energy)
+    if wrong:
+        warnings.warn(
+            f"gradients of {len(wrong)} units ({wrong[0]!r} first) are not finite on the "
+            "workload's own batch: plans send none of these in part, and training would not go "
+            "far; mend the model, its loss or its batch",
+            stacklevel=2,
+        )
+    return found
 
 
 def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) -> ShareProfile:
@@ -415,14 +459,16 @@ def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) 
 
 def unit_profile(
     model: nn.Module,
+    found: Discovery,
     unit: UnitSpec,
     whole: ShareProfile,
-    outside: Sequence[str] = (),
     unreached: Collection[str] = (),
 ) -> UnitProfile:
-    """A unit with the measurements of its whole. ``outside`` are parameters that no unit has: they
-    are held and exchanged all the same, and counted where the caller says. Of ``unreached`` ones no
-    backward computes a gradient."""
+    """A unit that was ``found``, with the measurements of its whole. Parameters and buffers that no
+    unit has are held all the same, and the former exchanged: they count to the model's beginning,
+    as in the executor. Of ``unreached`` parameters no backward computes a gradient."""
+    is_first = unit is found.units[0]
+    outside = found.outside if is_first else ()
     shared = canonical_names(model)
     names = [n for n in shared if any(n.startswith(f"{m}.") or m == "" for m in unit.modules)]
     parameters = tuple(
@@ -435,6 +481,7 @@ def unit_profile(
     modules = [model.get_submodule(name) for name in unit.modules]
     norms = [x for m in modules for x in m.modules() if isinstance(x, BATCH_NORMS)]
     total = sum(p.bytes for p in {p.shared: p for p in parameters}.values())
+    buffers = sum(b.nbytes for m in modules for b in m.buffers())
     return UnitProfile(
         name=unit.name,
         kind=unit.kind,
@@ -442,7 +489,7 @@ def unit_profile(
         batched_inputs=unit.batched_inputs,
         batch_dims=unit.batch_dims,
         parameters=parameters,
-        state_bytes=sum(b.nbytes for m in modules for b in m.buffers()),
+        state_bytes=buffers + (_buffers_outside(model, found.units) if is_first else 0),
         batch_statistics=unit.batch_statistics,
         # A mean and a sum of squares for each channel, and the count, in double precision.
         statistics_bytes=sum(8 * (2 * int(norm.num_features) + 1) for norm in norms),
@@ -450,6 +497,26 @@ def unit_profile(
         stays_whole=unit.stays_whole,
         shares=(msgspec.structs.replace(whole, parameter_bytes=total),),
     )
+
+
+def _buffers_outside(model: nn.Module, units: Sequence[UnitSpec]) -> int:
+    """Bytes of the buffers that no unit has, the model's own or those of modules without
+    parameters: each storage once, as several names may have it."""
+
+    def by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
+        found = {}
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is None:  # a sparse one
+                found[id(tensor)] = tensor.nbytes
+            else:
+                found[storage._cdata] = storage.nbytes()
+        return found
+
+    modules = [model.get_submodule(name) for unit in units for name in unit.modules]
+    inside = by_storage((*model.parameters(), *(b for m in modules for b in m.buffers())))
+    every = by_storage(model.buffers())
+    return sum(size for key, size in every.items() if key not in inside)
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

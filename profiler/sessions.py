@@ -33,7 +33,7 @@ from ..executor.launch.start import memory_bytes, start_process_group, under_tor
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
 from ..models.compiled import described, uncompiled
-from ..models.opened import tensors_in
+from ..models.opened import leaves_in, tensors_in
 from ..models.precision import surrounding_precision
 from ..models.target import try_out, workload
 from ..models.trial_sizes import SIZES, first_taken
@@ -77,6 +77,7 @@ ROOM = 0.6
 # Hosts of which one takes at most so many times as long as another are taken to be equally fast: so
 # much is noise on a busy machine.
 ALIKE = 1.2
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def batches_for(goal: Goal, world_size: int) -> tuple[int, ...]:
@@ -244,12 +245,6 @@ def _profile_key(
     switches = [settings(module) for module in model.modules()]
     with torch.random.fork_rng():
         batch = _smallest(workload)
-    given = tensors_in((batch.args, dict(batch.kwargs), batch.target))
-    inputs = [batch.batch_dims, *((tuple(t.shape), str(t.dtype)) for t in given)]
-    parameters = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
-        for name, p in model.named_parameters(remove_duplicate=False)
-    ]
     with uncompiled(model) as own:
         compiled = described(own)
     where = (device_name(device), local_ranks(), torch.get_num_threads(), software())
@@ -260,8 +255,40 @@ def _profile_key(
     )  # fmt: skip
     together = (*((hosts,) if hosts else ()), *_how(device))
     return _digest(
-        "profile", workload.name, repr(model), parameters, inputs, batches, where, how, *together
-    )
+        "profile", workload.name, repr(model), _tensors_of(model), _inputs_of(batch), batches,
+        where, how, *together,
+    )  # fmt: skip
+
+
+def _tensors_of(model: nn.Module) -> list[tuple[object, ...]]:
+    """Parameters and buffers by all of their names, with the first name of the same one: tied ones
+    are exchanged once, and how one lies in memory (channels last) chooses the kernel."""
+    every = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    return [
+        (
+            name, first.setdefault(id(t), name), tuple(t.shape), str(t.dtype), t.requires_grad,
+            t.stride() if t.layout == torch.strided else str(t.layout),
+        )
+        for name, t in every
+    ]  # fmt: skip
+
+
+def _inputs_of(batch: Batch) -> list[object]:
+    """The shapes of a batch, and the plain arguments that the model gets with it (a flag)."""
+    given = tensors_in((batch.args, dict(batch.kwargs), batch.target))
+    # What lies in lists may be data (texts, lengths), which are others in each batch.
+    plain = [
+        (name, repr(leaf))
+        for name, value in (*enumerate(batch.args), *batch.kwargs.items())
+        if not isinstance(value, list | tuple)
+        for leaf in leaves_in(value)
+        if isinstance(leaf, str | int | float | None)
+    ]
+    return [batch.batch_dims, *((tuple(t.shape), str(t.dtype)) for t in given), *plain]
 
 
 def _how(device: torch.device) -> tuple[str, ...]:
@@ -274,7 +301,8 @@ def _code_of(model: nn.Module, loss: Callable[..., Any]) -> list[object]:
     edited: with all functions of their own classes, and those and the plain values that they name
     in their own files. What is installed changes with its version."""
     forwards = {type(module): module.forward for module in model.modules()}
-    functions: list[Any] = [*forwards.values(), loss]
+    added = list(_added_to(model))
+    functions: list[Any] = [*forwards.values(), loss, *(function for _, function in added)]
     for kind in forwards:
         for base in kind.__mro__:
             for value in vars(base).values():
@@ -282,7 +310,22 @@ def _code_of(model: nn.Module, loss: Callable[..., Any]) -> list[object]:
                 if not _is_installed(_plain_function(function)):
                     functions.append(function)
     seen: set[int] = set()
-    return [part for function in functions for part in _reached(function, seen)]
+    code = [part for function in functions for part in _reached(function, seen)]
+    return [*((where, type(function).__qualname__) for where, function in added), *code]
+
+
+def _added_to(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """What modules run that their classes do not say, each with where: hooks of the user's, and
+    forwards that were replaced."""
+    own = __name__.partition(".")[0]
+    for name, module in model.named_modules():
+        for kind in _HOOKS:
+            for hook in getattr(module, kind, {}).values():
+                # Ours are there once a model has its precision, which counts by itself.
+                if not str(getattr(hook, "__module__", "")).startswith(f"{own}."):
+                    yield (name, kind), hook
+        if "forward" in vars(module):
+            yield (name, "forward"), vars(module)["forward"]
 
 
 def _reached(function: Any, seen: set[int]) -> Iterator[object]:

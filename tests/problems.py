@@ -75,6 +75,18 @@ def issued_by_hosts(made, seed):
     )  # fmt: skip
 
 
+def with_overhead(made, seed):
+    """The problem with an executor whose own work takes about as long as what units compute."""
+    rng = np.random.default_rng(seed)
+    each_s, byte_s = 10 ** rng.uniform(-6, -4, 4), 10 ** rng.uniform(-10, -8, 2)
+    overhead = StepOverhead(
+        step_s=float(10 * each_s[0]), parameter_s=float(each_s[1]), move_s=float(each_s[2]),
+        rerun_s=float(each_s[3]), byte_s=float(byte_s[0]), move_byte_s=float(byte_s[1]),
+    )  # fmt: skip
+    links = msgspec.structs.replace(made.cluster, overhead=overhead, priority_overhead=overhead)
+    return replace(made, cluster=links)
+
+
 def _varied(made):
     """The problem with everything left open that its draw may have closed."""
     goal = msgspec.structs.replace(

@@ -39,6 +39,7 @@ QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
 # What people call the settings that a Comparison names by their fields.
 SETTINGS = {
     "target": "model",
+    "precision": "precision",
     "world_size": "ranks",
     "micro_batches": "micro-batches",
     "message_bytes": "largest bucket or slice",
@@ -77,6 +78,7 @@ _NO_VALUE = {
     "goal.pins": "none",
     "goal.inner_steps": "the fewest that hide the links",
     "goal.fragments": "a few",
+    "precision": "as the model was built",
 }
 
 
@@ -193,8 +195,9 @@ def _step_with_background(
 
 def measured_table(report: RunReport) -> Table:
     """Predicted beside measured."""
-    steps = f"medians of {report.steps} steps" if report.steps > 1 else "one step"
-    title = f"{report.target} on {ranks(report.world_size)}, {steps} after the first ones"
+    # Medians, and means where hosts train apart, which a report does not tell.
+    steps = f"{report.steps} steps" if report.steps > 1 else "one step"
+    title = f"{report.target} on {ranks(report.world_size)}, over {steps} after the first ones"
     headings = ("", "predicted", "measured", "ratio")
     table = filled_table(title, headings, measured_rows(report))
     remarks = [SURPRISING] if report.surprising else []
@@ -311,7 +314,7 @@ def _size(row: Size) -> tuple[str, ...]:
         *lead,
         seconds(row.step_s),
         over,
-        f"{row.samples_per_s or 0:,.0f}",
+        QUANTITIES["samples_per_s"][1](row.samples_per_s or 0.0),
         _gap(row.gap),
         seconds(row.gpu_seconds_per_sample or 0.0),
         row.solver,
@@ -332,7 +335,7 @@ def front_table(found: Front) -> list[Table | str]:
             seconds(p.step_s),
             seconds(p.gpu_seconds),
             f"{p.amplification:.3f}",
-            f"{p.samples_per_s:,.0f}",
+            QUANTITIES["samples_per_s"][1](p.samples_per_s),
             f"{p.speedup:.2f}",
             _gap(p.gap),
             " ".join(p.layouts),

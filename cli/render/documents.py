@@ -161,10 +161,11 @@ def fewer_sentence(plan: Plan, fewer: FewerDevices) -> str:
     """That a part of the devices is quicker by itself."""
     one = fewer.devices == 1
     who = "One device by itself" if one else f"The {fewer.devices} devices of one node"
+    # Pinned layouts are of the plan's own number of ranks.
+    compared = f": --ranks {fewer.devices},{plan.world_size} compares sizes"
     return (
         f"{who} would take {seconds(fewer.step_s)} for the whole batch, less than this plan, and "
-        f"{'fits in its' if one else 'fit in their'} memory: --ranks "
-        f"{fewer.devices},{plan.world_size} compares sizes."
+        f"{'fits in its' if one else 'fit in their'} memory{'' if plan.goal.pins else compared}."
     )
 
 
@@ -186,8 +187,8 @@ def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> lis
     if profile.origin == "measured" and largest > EXTRAPOLATED * measured:
         words.append(
             f"The units' times were measured up to batches of {measured} and are extrapolated to "
-            f"{largest}: profile at batches near that (meshwright profile --batches) and plan with "
-            "--profile."
+            f"{largest}: profile at batches near that (meshwright profile --batches) and plan from "
+            "that profile (its file as TARGET)."
         )
     return words + [f"Calibrated: {said}." for said in (*profile.calibrated, *cluster.calibrated)]
 

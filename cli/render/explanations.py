@@ -221,7 +221,7 @@ def _gains(gains: Sequence[Gain], objective: str, known_by: str) -> Table:
     rows = []
     for gain in gains:
         if gain.after_s is None:
-            then = "not known" if gain.reason else "no plan found"
+            then = "no plan found" if gain.method else "not known"
             method = gain.reason or gain.method
             rows.append((gain.change, seconds(gain.before_s), then, "", method))
             continue

@@ -139,9 +139,17 @@ def _by_decision(
         yield row._replace(
             name=f"{row.name} of {_listed(places)}",
             units=some,
-            repeats=row.repeats * len(some) // len(row.units),
+            repeats=_blocks_with(some, name, row.module),
             module=layers[0],
         )
+
+
+def _blocks_with(units: Sequence[UnitT], name: Callable[[UnitT], str], module: str) -> int:
+    """How many blocks like ``module`` contain some of the units; what is in no block is one."""
+    # A block need not contain as many of them as the next one.
+    if not module:
+        return 1
+    return len({_module(name(unit), len(_numbered(module))) for unit in units})
 
 
 def _layer_of(name: str) -> str:

@@ -254,14 +254,19 @@ class Checkpoint:
 
     # -- saving ------------------------------------------------------------------------------------
 
+    @property
+    def due(self) -> bool:
+        """Whether the next ``step()`` saves: the same on all ranks, which nobody is asked for."""
+        return self._every is not None and (self._steps + 1) % self._every == 0
+
     def step(self) -> bool:
         """Counts a step, and saves where it is time for that. Call it after every step of the
         optimizer and the scheduler. Returns whether it saved."""
+        due = self.due
         self._steps += 1
-        if self._every is None or self._steps % self._every:
-            return False
-        self.save()
-        return True
+        if due:
+            self.save()
+        return due
 
     def save(self, step: int | None = None) -> None:
         """Saves the training as it is after ``step`` steps (default: those that were counted).

@@ -42,8 +42,22 @@ def after_each_step(
     register_optimizer_step_post_hook(hook)
 
 
+def given_step(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """The step that somebody has put on the optimizer in place of its class's: to clamp weights
+    after it, say. Not what a scheduler has put there, which counts steps, nor ``replace_step``."""
+    step = vars(optimizer).get("step")
+    if step is None or hasattr(step, _BEFORE):
+        return getattr(step, _BEFORE, None)
+    return None if hasattr(step, "_wrapped_by_lr_sched") else step
+
+
+# What a replaced step says of the one before it; a scheduler's that is put over it says the same.
+_BEFORE = "_meshwright_given"
+
+
 def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
     """Makes ``step(optimizer, …)`` the step of one optimizer."""
+    setattr(step, _BEFORE, given_step(optimizer))
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler looks for its own mark
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

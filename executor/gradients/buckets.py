@@ -191,6 +191,9 @@ def make_buckets(params: Sequence[GradParam], message_bytes: int) -> list[Bucket
 class Exchange(ABC):
     """A way to exchange gradients, driven by the synchroniser in each backward."""
 
+    keeps_graphs = True
+    """Whether gradients of ``backward(create_graph=True)`` can still be derived."""
+
     @property
     @abstractmethod
     def waited_s(self) -> float:
@@ -240,6 +243,8 @@ class BucketExchange(Exchange):
     ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
     a ring sends for it. With ``eager`` off nothing leaves before ``end``.
     """
+
+    keeps_graphs = False
 
     def __init__(
         self,

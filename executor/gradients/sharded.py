@@ -67,7 +67,10 @@ def shard(
 
 
 def _with_channels(param: GradParam, world: World, watch: Watchdog) -> GradParam | None:
-    """None where it has nobody to share with, or does not lie in one piece."""
+    """None where it has nobody to share with, does not lie in one piece, or is a single number:
+    its state could not be told from a count of steps."""
+    if param.full_numel == 1:
+        return None
     if param.layout is not None and param.idle:  # its peers share it
         return param if param.layout.groups > 1 else None
     if param.group.handle is None or not in_one_piece(param.parameter):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ...planner.schema.errors import InputError
+from ...planner.schema.errors import InputError, MeshwrightError
 from ...planner.schema.goal import BACKGROUND_LIMIT
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import load
@@ -252,40 +252,54 @@ def train(file: Path, gpu_memory_bytes: int | None = None) -> None:
     # Importing these takes seconds, in which it may be told already.
     import torch
 
-    from ...models.target import try_out, workload
-    from ..apply import apply
-    from ..optimizer.kinds import optimizer_for
+    from ...models.target import planned, try_out
     from .start import start_process_group
-    from .train import LEARNING_RATE, drawing, timed_step
+    from .train import begin_training, drawing, scaler_for, timed_step
 
     plan = _check_plan(str(file))
-    chosen = workload(plan.target)
+    chosen = planned(plan.target, plan.precision)
     try_out(chosen)
     device = start_process_group()
     if gpu_memory_bytes is not None:
         limit_gpu_memory(device, gpu_memory_bytes)
-    model = chosen.model.to(device)
-    optimizer = optimizer_for(plan.goal.optimizer, model.parameters(), LEARNING_RATE)
-    apply(model, optimizer, plan)
+    chosen, optimizer = begin_training(chosen, plan, device)
+    model, scaler = chosen.model, scaler_for(chosen)
     checkpoint, number = file.with_suffix(".pt"), 0
     if checkpoint.exists():  # what a former run has left
         state = torch.load(checkpoint, weights_only=True)
+        _check_precision(checkpoint, state.get("precision"), plan.precision)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        if scaler is not None:
+            scaler.load_state_dict(state["scaler"])
         number = int(state["step"])
         print(f"goes on from step {number} of {checkpoint}", flush=True)
     draw = drawing(chosen, plan.goal.batch)
     with _in_short_pieces(model, device):
         while not told:
-            spent = timed_step(chosen, plan, draw(number), optimizer)
+            spent = timed_step(chosen, plan, draw(number), optimizer, scaler)
             number += 1
             print(f"step {number} loss {spent.loss:.4f} {spent.step_s:.3f} s", flush=True)
-    state = {"step": number, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {
+        "step": number, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+        "precision": plan.precision, "scaler": scaler.state_dict() if scaler is not None else None,
+    }  # fmt: skip
     # Whole or not at all: it may be killed while it writes, and another host may write it too.
     part = checkpoint.with_suffix(f".{socket.gethostname()}-{os.getpid()}.part")
     torch.save(state, part)
     part.replace(checkpoint)
     print(f"wrote {checkpoint} after step {number}", flush=True)
+
+
+def _check_precision(checkpoint: Path, former: str | None, precision: str | None) -> None:
+    """Raises ``InputError`` for a checkpoint of another precision than the plan's: loading would
+    turn its numbers into another type without a word."""
+    if former != precision:
+        was, wanted = (name or "the model's own precision" for name in (former, precision))
+        raise InputError(
+            f"{checkpoint} was trained in {was} and the plan is for {wanted}: move the file to "
+            "another place to begin anew, or plan for the precision that it was trained in"
+        )
 
 
 def limit_gpu_memory(device: torch.device, most_bytes: int) -> None:
@@ -327,4 +341,8 @@ def _in_short_pieces(model: torch.nn.Module, device: torch.device) -> AbstractCo
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), *map(int, sys.argv[2:3]))
+    try:
+        train(Path(sys.argv[1]), *map(int, sys.argv[2:3]))
+    except MeshwrightError as raised:
+        print(raised, file=sys.stderr)
+        sys.exit(raised.exit_code)

@@ -53,7 +53,8 @@ class Ranks:
 
     ``nproc`` on this host, which is number ``node_rank`` of ``nodes``; with several,
     ``rendezvous`` is the HOST:PORT of host 0. ``per_host`` are the numbers of all hosts, where
-    these differ. ``timeout_s`` ends the run, whatever it does.
+    these differ. ``timeout_s`` ends the run, whatever it does; where that is what is left after a
+    restart, ``limit_s`` is what the user has given.
     """
 
     nproc: int
@@ -63,6 +64,7 @@ class Ranks:
     timeout_s: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     per_host: tuple[int, ...] = ()
+    limit_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.nproc < 1 or self.nodes < 1:
@@ -73,7 +75,9 @@ class Ranks:
                 f"to {self.nodes - 1}"
             )
         host, _, port = (self.rendezvous or "").rpartition(":")
-        valid = bool(host) and port.isdigit() and 0 < int(port) < 65536
+        # Not what ssh takes, such as USER@HOST: it is no address to torch.
+        named = bool(host) and not set(host) & set("@%")
+        valid = named and port.isdecimal() and 0 < int(port) < 65536
         if self.nodes > 1 and not valid:
             raise InputError(
                 f"rendezvous {self.rendezvous!r} is no address for {self.nodes} hosts: give "
@@ -126,8 +130,9 @@ def run_ranks(program: Sequence[str], ranks: Ranks, folder: Path) -> None:
             elastic_launch(_configuration(ranks, folder), sys.executable)(*entry)
         except ChildFailedError as error:
             if late.is_set():
+                given_s = ranks.timeout_s if ranks.limit_s is None else ranks.limit_s
                 raise RunError(
-                    f"the run was ended after its limit of {ranks.timeout_s:g} s: allow more time"
+                    f"the run was ended after its limit of {given_s:g} s: allow more time"
                 ) from None
             raise _failure(folder, error) from None
         except DistError as error:
@@ -175,10 +180,18 @@ def _configuration(ranks: Ranks, folder: Path) -> LaunchConfig:
         run_id=uuid.uuid4().hex if ranks.nodes == 1 else "meshwright",
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle=",".join(number.name for number in heard(_SIGNALS)),
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")),
         rdzv_configs=configs,
         **where,
     )
+
+
+def heard(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Those of ``signals`` that are to end a run: not a hang-up that is ignored, as under nohup,
+    which is there for a run to outlive it."""
+    ignores = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in signals if number != signal.SIGHUP or not ignores]
 
 
 @contextlib.contextmanager
@@ -191,7 +204,7 @@ def _environment(ranks: Ranks) -> Iterator[None]:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S)
     # For scripts that start their process group themselves.
     if ranks.nodes > 1 and ranks.rendezvous is not None:
-        tell_gloo(ranks.rendezvous.rpartition(":")[0].strip("[]"))
+        tell_gloo(ranks.rendezvous.rpartition(":")[0].strip("[]"), several=True)
     try:
         yield
     finally:

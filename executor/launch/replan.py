@@ -83,6 +83,8 @@ class Replanner:
             there, goal = cluster_of_nodes(there, numbers), _goal_of_fewer(goal)
         if self.limit_bytes is not None:
             goal = goal.within(self.limit_bytes)
+        if self.plan.local_steps is None:
+            goal = _goal_together(goal)
         # A plan does not tell which policies it was forbidden. Not every loop bears one whose
         # parameters are updated in backward, so a run that had none is not given it.
         early = any(unit.early_release for unit in self.plan.units)
@@ -112,6 +114,12 @@ def _goal_of_fewer(goal: Goal) -> Goal:
     pins = (msgspec.structs.replace(pin, only=(), never=()) for pin in goal.pins)
     kept = tuple(pin for pin in pins if pin.styles or pin.never_styles)
     return msgspec.structs.replace(goal, pins=kept)
+
+
+def _goal_together(goal: Goal) -> Goal:
+    """The goal without local steps: a run whose hosts have trained together may keep checkpoints,
+    or have a loop, that cannot be with hosts that train apart."""
+    return msgspec.structs.replace(goal, allow_local_steps=False, inner_steps=None, fragments=None)
 
 
 def _listed(counts: Iterable[int]) -> str:

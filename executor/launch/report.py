@@ -7,6 +7,7 @@ could wait for a rank that has gone.
 
 import atexit
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -171,8 +172,20 @@ def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Non
 
 
 def given_plan(plan: Plan | str | Path | None) -> Plan | None:
-    """The plan that a script names, or the launcher for it; None where there is none."""
-    source = plan if plan is not None else os.environ.get(PLAN_VARIABLE)
-    if source is None or isinstance(source, Plan):
-        return source
-    return load(Plan, source, "plan")
+    """The plan that a script names, or the launcher for it; None where there is none. Where both
+    name one for the same model it is the launcher's, whose prediction is reported: rank 0 warns."""
+    own = load(Plan, plan, "plan") if isinstance(plan, str | Path) else plan
+    file = os.environ.get(PLAN_VARIABLE)
+    if file is None:
+        return own
+    launched = load(Plan, file, "plan")
+    # A script may train a second model, by a plan that no launcher knows.
+    if own is not None and own.model != launched.model:
+        return own
+    if own not in (None, launched) and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            "the script names another plan than the launched one, which is applied: launch with "
+            "the script's, or leave it out there",
+            stacklevel=5,
+        )
+    return launched

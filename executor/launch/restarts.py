@@ -168,6 +168,7 @@ def run_with_restarts(
     from ..checkpoint.folder import steps_in
 
     count = RestartCount(restarts.most, ranks.timeout_s, steps)
+    ranks = replace(ranks, limit_s=ranks.timeout_s)
     while True:
         try:
             return attempt(ranks, keeping)

@@ -23,6 +23,8 @@ from .devices import agreed_device, local_device
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+# An address that no host has (RFC 5737): the way to it is the way to other networks.
+ELSEWHERE = "192.0.2.1"
 
 
 def under_torchrun() -> bool:
@@ -54,8 +56,10 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     limit = datetime.timedelta(seconds=timeout_s)
     if under_torchrun():
         _check_environment()
-        tell_gloo(os.environ["MASTER_ADDR"])
         try:
+            world = int(os.environ["WORLD_SIZE"])
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+            tell_gloo(os.environ["MASTER_ADDR"], several=world > here)
             dist.init_process_group(backend, timeout=limit)
         except (RuntimeError, ValueError, dist.DistError) as error:
             raise RunError(f"the ranks did not find each other: {error}") from error
@@ -95,17 +99,17 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def tell_gloo(host: str) -> None:
+def tell_gloo(host: str, *, several: bool) -> None:
     """Tells gloo, by the environment, which interface to use in a run whose host 0 is at that
-    address, unless the user has."""
+    address, unless the user has; ``several`` hosts or one."""
     if GLOO_INTERFACE in os.environ:
         return
-    chosen = interface_for_gloo(host)
+    chosen = interface_for_gloo(host, several=several)
     if chosen is not None:
         os.environ[GLOO_INTERFACE] = chosen
 
 
-def interface_for_gloo(host: str) -> str | None:
+def interface_for_gloo(host: str, *, several: bool = False) -> str | None:
     """The network interface that gloo is to use in a run whose host 0 is at that address: the
     loopback's in a run on one host, else the one on the way to host 0. None: it chooses itself."""
     # By itself it binds to what the host's name resolves to, which on many machines is no address
@@ -114,6 +118,10 @@ def interface_for_gloo(host: str) -> str | None:
     if host in LOOPBACK:
         return next((name for name in names if name in ("lo", "lo0")), None)
     own = address_towards(host)
+    # On host 0 its own name may stand for the loopback's address (Debian: 127.0.1.1), at which no
+    # other host finds it. Where that address itself was given, all are on this machine.
+    if several and own and own.startswith("127.") and not host.startswith("127."):
+        own = address_towards(ELSEWHERE)
     return next((name for name in names if own and own == _address_of(name)), None)
 
 

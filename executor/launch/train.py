@@ -40,6 +40,9 @@ LEARNING_RATE = 1e-3
 WARM_UP = 2
 # Samples of one forward when a rank evaluates its share: bounds memory, not the result.
 EVALUATED = 64
+# A scaler leaves out a step whose gradients are not finite and goes on from good weights. So many
+# last losses, none of them finite, tell that a training with one has failed all the same.
+LAST_SCALED = 2
 
 
 class Measured(Record, frozen=True, kw_only=True):
@@ -50,7 +53,8 @@ class Measured(Record, frozen=True, kw_only=True):
     the optimizer's step, ``compute_s`` the rest of ``step_s``. ``wire_bytes`` is the most that a
     rank sends in a step; ``peak_bytes`` the most that tensors took in one, by position,
     ``reserved_bytes`` the most that torch's allocator took of a GPU for it. ``losses`` are of the
-    whole batch, one for each step from the first.
+    whole batch, one for each step from the first but for those that are not finite, which a scaler
+    has left out.
     """
 
     steps: Count
@@ -163,7 +167,8 @@ def run_range(
 ) -> Measured | None:
     """The same for the steps of those ``numbers``, which ``kept`` checkpoints count; it ends with
     one. The first two are not measured: None where there are no others. ``launched`` is told of
-    each step, which may still be going on."""
+    each step, which may still be going on. Raises ``RunError`` where the training has failed,
+    before that would be saved."""
     model = workload.model
     optimizer = optimizer or optimizer_for(plan.goal.optimizer, model.parameters())
     if not is_parallel(model):
@@ -172,28 +177,66 @@ def run_range(
     draw = draw or partial(_random, workload, plan.goal.batch)
     scaler = scaler or scaler_for(workload)
     step = partial(take_step, workload, plan, optimizer=optimizer, scaler=scaler)
-    taken: list[LaunchedStep] = []
-    spent: list[StepFigures] = []
+    taken = _TakenSteps(run_of(model), numbers.start, scaled=scaler is not None)
     for number in numbers:
-        taken.append(step(draw(number)))
-        launched(number, taken[-1])
-        saved = kept is not None and kept.step()
+        launched(number, taken.add(step(draw(number))))
+        saved = kept is not None and kept.due
+        if saved:
+            taken.check_losses()
+        if kept is not None:
+            kept.step()
         progress(number + 1, numbers.stop)
-        if len(taken) == UNREAD:
-            spent += [one.spent() for one in taken]
-            taken.clear()
-    spent += [one.spent() for one in taken]
-    if kept is not None or len(spent) <= WARM_UP:
-        _losses_of(run_of(model), spent)  # or what is lost would be saved
+    few = len(numbers) <= WARM_UP
+    if few or (kept is not None and not saved):
+        taken.check_losses()
     if kept is not None:
         if not saved:
             kept.save()
         kept.close()
-    if len(spent) <= WARM_UP:
+    if few:
         return None
     last = draw(numbers.stop)
     peak = _peak(workload, step, last, optimizer), reserved_at_most(device_of(model)) or 0
-    return _summary(run_of(model), plan, spent, peak, last.size)
+    return _summary(taken, plan, peak, last.size)
+
+
+class _TakenSteps:
+    """The steps of a run that were taken, the first of them of number ``start``; ``scaled`` by a
+    scaler or not."""
+
+    def __init__(self, run: Run, start: int, *, scaled: bool) -> None:
+        self.run, self._start, self._scaled = run, start, scaled
+        self._launched: list[LaunchedStep] = []
+        self._spent: list[StepFigures] = []
+        self._checked = 0
+
+    def add(self, step: LaunchedStep) -> LaunchedStep:
+        """One more, which may still be going on."""
+        self._launched.append(step)
+        if len(self._launched) == UNREAD:
+            self.figures()
+        return step
+
+    def figures(self) -> list[StepFigures]:
+        """Those of this rank. Waits until all steps are over."""
+        self._spent += [step.spent() for step in self._launched]
+        self._launched.clear()
+        return self._spent
+
+    def check_losses(self) -> None:
+        """Raises ``RunError`` where the losses since the last check tell that the training has
+        failed. Collective, and waits for the steps, as saving does."""
+        spent = self.figures()
+        # Where a scaler has left out the last step, the one before counts, from before the last
+        # check or not.
+        first = max(min(self._checked, len(spent) - LAST_SCALED), 0)
+        mine = [step.loss for step in spent[first:]]
+        self.losses_of(self.run.everyone.gather(mine, "the losses", whole=False).rows(), first)
+        self._checked = len(spent)
+
+    def losses_of(self, by_rank: Iterable[Sequence[float]], first: int = 0) -> tuple[float, ...]:
+        """``whole_losses`` of these steps, from the parts of all ranks since the ``first``."""
+        return whole_losses(by_rank, self._start + first, scaled=self._scaled)
 
 
 def steps_left(
@@ -214,12 +257,6 @@ def steps_left(
         )
     say(found.sentence)
     return range(found.step, steps)
-
-
-def _losses_of(run: Run, taken: Sequence[StepFigures]) -> tuple[float, ...]:
-    """``whole_losses`` of these steps of this rank and those of the others. Collective."""
-    mine = [spent.loss for spent in taken]
-    return whole_losses(run.everyone.gather(mine, "the end of training", whole=False).rows())
 
 
 def _peak(
@@ -354,18 +391,17 @@ def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[T
         yield from run.apart.lasting()
 
 
-def _summary(
-    run: Run, plan: Plan, taken: list[StepFigures], peak: tuple[int, int], batch: int
-) -> Measured:
+def _summary(taken: _TakenSteps, plan: Plan, peak: tuple[int, int], batch: int) -> Measured:
     """The slowest rank's figures, on every rank; ``peak`` has the most bytes of tensors, and what
     was reserved for them. Collective."""
-    measured = taken[WARM_UP:]
+    spent = taken.figures()
+    measured = spent[WARM_UP:]
     names = "step_s", "blocking_s", "exposed_s", "update_s", "wire_bytes"
     typical = typical_of(plan)
-    middle = [typical([getattr(spent, name) for spent in measured]) for name in names]
-    mine = [*middle, *peak, *(spent.loss for spent in taken)]
-    rows = run.everyone.gather(mine, "the end of training", whole=False).rows()
-    losses = whole_losses(row[7:] for row in rows)
+    middle = [typical([getattr(step, name) for step in measured]) for name in names]
+    mine = [*middle, *peak, *(step.loss for step in spent)]
+    rows = taken.run.everyone.gather(mine, "the end of training", whole=False).rows()
+    losses = taken.losses_of(row[7:] for row in rows)
     # The parts of one rank's step, so that they add up to it.
     slowest = max(rows, key=lambda row: row[0])
     step_s, blocking_s, exposed_s, update_s = slowest[:4]
@@ -395,17 +431,22 @@ def reserved_at_most(device: torch.device) -> int | None:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
-def whole_losses(by_rank: Iterable[Sequence[float]]) -> tuple[float, ...]:
-    """The whole batch's loss at each step, from the parts of all ranks. Raises ``RunError`` where
-    one is not finite."""
+def whole_losses(
+    by_rank: Iterable[Sequence[float]], start: int = 0, *, scaled: bool = False
+) -> tuple[float, ...]:
+    """The whole batch's loss at each step from the one of number ``start``, from the parts of all
+    ranks. Raises ``RunError`` where one is not finite; with a scaler (``scaled``) only where the
+    last ones are not, and others are left out."""
     losses = tuple(sum(part) for part in zip(*by_rank, strict=True))
-    wrong = next((k for k, loss in enumerate(losses) if not isfinite(loss)), None)
-    if wrong is not None:
-        raise RunError(
-            f"the loss of step {wrong + 1} is {losses[wrong]}: nothing is measured of a training "
-            "that has failed; look at the data, the learning rate and the precision"
-        )
-    return losses
+    wrong = [k for k, loss in enumerate(losses) if not isfinite(loss)]
+    if not wrong or (scaled and any(map(isfinite, losses[-LAST_SCALED:]))):
+        return tuple(filter(isfinite, losses))
+    # Not one that a scaler has left out before good ones.
+    first = next(k for k in wrong if not scaled or not any(map(isfinite, losses[k:])))
+    raise RunError(
+        f"the loss of step {start + first + 1} is {losses[first]}: nothing is measured or saved of "
+        "a training that has failed; look at the data, the learning rate and the precision"
+    )
 
 
 def drawing(workload: Workload, batch: int) -> Callable[[int], Batch]:
@@ -434,7 +475,9 @@ def _order(samples: int, number: int) -> Tensor:
 
 
 def _random(workload: Workload, batch: int, number: int) -> Batch:
-    with torch.random.fork_rng(devices=[]):
+    # Which seeds a GPU's generator, too: what draws on it in the model's forward goes on as it was.
+    device = device_of(workload.model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(number)
         return workload.make_batch(batch)
 

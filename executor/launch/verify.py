@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...models.compiled import Uncompiled
 from ...models.failing import in_module
 from ...models.opened import tensors_in
-from ...models.precision import forbid_tf32, in_precision, tf32_kept
+from ...models.precision import forbid_tf32, in_precision, tf32_kept, to_type
 from ...models.replay import copied, fix_statistics, preserved
 from ...models.target import trial, try_out
 from ...models.units.chance import layer_drop_rates
@@ -147,7 +147,7 @@ def verify_on_ranks(
     computed, note = together(lambda: _computable(workload, dtype, device))
     dtype, notes = computed, [*notes, *note, *_in_full(dtype, torch.device(device))]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
-    workload.model.to(device=device, dtype=_DTYPES[dtype]).train()
+    _moved(workload.model, dtype, device).train()
     together(lambda: _run_once(workload.model, batches[0]))
     together(lambda: _run_share(workload, batches[0], plan))
     done, total = len(sizes), 2 * len(sizes)
@@ -288,7 +288,7 @@ def _other_ways(
     backwards = [b.take(torch.arange(b.size).flip(0)) for b in batches]
     ways = {"takes the samples in reverse order": (copied(model), backwards)}
     if torch.finfo(precision).bits < torch.finfo(torch.float32).bits:
-        finer = copied(model).to(torch.float64), [b.to(dtype=torch.float64) for b in batches]
+        finer = to_type(copied(model), torch.float64), [b.to(dtype=torch.float64) for b in batches]
         ways["computes in float64"] = finer
     return ways
 
@@ -389,7 +389,7 @@ def _computable(
     batch, model = _draw(workload, [size], asked, device)[0], copied(workload.model)
     try:
         with torch.enable_grad(), torch.random.fork_rng():
-            made = model.to(device=device, dtype=_DTYPES[asked])(*batch.args, **batch.kwargs)
+            made = _moved(model, asked, device)(*batch.args, **batch.kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
     else:
@@ -398,6 +398,13 @@ def _computable(
             return asked, []
         why = "its outputs are no numbers there"
     return "float32", [f"the model does not compute in {asked} ({why}): compared in float32"]
+
+
+def _moved(model: nn.Module, dtype: DtypeName, device: torch.device | str) -> nn.Module:
+    """The model, which is on the device in that precision from now on."""
+    wanted = _DTYPES[dtype]
+    model.to(device=device)
+    return model if wanted is None else to_type(model, wanted)
 
 
 def _run_once(model: nn.Module, batch: Batch) -> None:
@@ -552,7 +559,13 @@ def _compare(
     def kind(name: str) -> str:
         return kinds(name) if name in parameters else "buffers"
 
-    return loss + deviations(ours.state, theirs.state, STATE[precision], kind)
+    found, reference = _real(ours.state), _real(theirs.state)
+    return loss + deviations(found, reference, STATE[precision], kind)
+
+
+def _real(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state with complex numbers as pairs of real ones, by which they are compared."""
+    return {n: torch.view_as_real(t) if t.is_complex() else t for n, t in state.items()}
 
 
 def _within_spread(

@@ -14,7 +14,7 @@ from ...planner.schema.capability import Capability
 from ...planner.schema.errors import InputError
 from ...planner.schema.goal import OPTIMIZERS, OptimizerName
 from ...planner.schema.plan import SHARDING
-from ..comm.steps import parameters_of
+from ..comm.steps import given_step, parameters_of
 
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop",
@@ -25,7 +25,10 @@ a slice is updated as it would be within the whole."""
 
 
 def updates_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is that of one of them: a subclass may not change it."""
+    """Whether its step is that of one of them: neither a subclass nor whoever has put another in
+    its place may change it."""
+    if given_step(optimizer) is not None:
+        return False
     own: Any = type(optimizer).step
     return any(own is getattr(torch.optim, name).step for name in ELEMENTWISE)
 

@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
-from ..comm.steps import replace_step
+from ..comm.steps import given_step, replace_step
 from ..gradients.buckets import GradParam
 from ..gradients.flat_shard import FlatShardSpec, ShardedGradient
 from ..gradients.fully_sharded import FullyShardedGradGroup
@@ -64,7 +64,10 @@ class LazySteps:
         self._sharded = sharded
         self._warned = False
         self.early = EarlyUpdates(optimizer, self._release)
+        given = given_step(optimizer)
         self._own: Any = type(optimizer).step
+        if given is not None:
+            self._own = lambda optimizer, *closure: given(*closure)
 
         def step(optimizer: Optimizer, closure: Any = None) -> Any:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
@@ -332,6 +335,8 @@ def releases_not(optimizer: Optimizer | None) -> str | None:
 
 def _reason(optimizer: Optimizer) -> str | None:
     """Why an optimizer cannot update one unit at a time."""
+    if given_step(optimizer) is not None:
+        return "has been given a step of its own"
     if not updates_elementwise(optimizer):
         return "is not known to update each parameter by itself"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:

@@ -19,9 +19,16 @@ from .chunks import has_main_weights
 
 
 def slice_state(optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Shard]) -> None:
-    """Replaces state of a divided parameter's full shape by this member's slice of it."""
-    for parameter, shard in shards.items():
-        _keep_part(optimizer.state.get(parameter, {}), shard.full_shape, shard.take)
+    """Replaces state of a divided parameter's full shape by this member's slice of it, now and
+    after each ``load_state_dict``, which may have been given a single process's."""
+
+    def slice_it(optimizer: torch.optim.Optimizer) -> None:
+        for parameter, shard in shards.items():
+            _keep_part(optimizer.state.get(parameter, {}), shard.full_shape, shard.take)
+
+    slice_it(optimizer)
+    if shards:
+        optimizer.register_load_state_dict_post_hook(slice_it)
 
 
 def shard_state(

@@ -38,7 +38,23 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return tensor is not None and isinstance(value, tensor.DTensor)
 
 
-class LocalShard(Tensor):
+class LocalTensor(Tensor):
+    """What this rank has of a tensor, in a ``state_dict``. Where it is copied, moved or computed
+    with, as of the best weights so far or of an average, what that makes knows which part it is."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        base: Any = super()
+        made = base.__torch_function__(func, types, args, kwargs or {})
+        if isinstance(made, LocalTensor) and not made.__dict__:
+            parts = (a for a in args if isinstance(a, type(made)) and a.shape == made.shape)
+            made.__dict__.update(next(parts, made).__dict__)
+        return made
+
+
+class LocalShard(LocalTensor):
     """A slice in a ``state_dict`` that no DTensor can describe: unevenly divided packed blocks, or
     members that are not in the order of ranks. ``dim``, ``blocks``, ``degree``, ``member`` and
     ``full_shape`` say which slice it is.
@@ -70,7 +86,7 @@ class LocalShard(Tensor):
 NOWHERE = -1
 
 
-class LocalPart(Tensor):
+class LocalPart(LocalTensor):
     """A part of this rank's slice, in a ``state_dict``, which others than members share."""
 
 

@@ -130,13 +130,30 @@ def tolerate_nothing(module: _BatchNorm) -> None:
     """
     original = module.forward
 
-    def forward(x: Tensor) -> Tensor:
-        if x.numel() or not _by_batch(module):
-            return original(x)
-        ones = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
-        return F.batch_norm(x, ones, ones, module.weight, module.bias, eps=module.eps)
+    def forward(*args: Any, **kwargs: Any) -> Any:  # a class of the user's may take more
+        given = (*args, *kwargs.values())
+        x = next((value for value in given if isinstance(value, Tensor)), None)
+        if x is None or x.numel() or not _by_batch(module):
+            return original(*args, **kwargs)
+        with _NormalisesNothing():
+            return original(*args, **kwargs)
 
     module.forward = _NormForward(module, forward)  # type: ignore[method-assign]
+
+
+class _NormalisesNothing(TorchFunctionMode):
+    """While it is on, ``F.batch_norm`` of an empty batch leaves running statistics alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        given = _BATCH_NORM.bind(*args, **(kwargs or {}))
+        x = given.arguments["input"]
+        ones = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
+        given.arguments.update(running_mean=ones, running_var=ones, training=False)
+        return func(*given.args, **given.kwargs)
 
 
 def norms_of(model: nn.Module) -> list[tuple[str, _BatchNorm]]:

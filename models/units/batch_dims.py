@@ -5,13 +5,14 @@ sizes or by running the model on a part of the samples.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from ..compiled import eagerly, uncompiled
-from ..opened import tensors_in
+from ..opened import map_tensors, tensors_in
 from ..replay import preserved
 from ..trial_sizes import SEVERAL
 from ..workload import Batch, Workload, device_of
@@ -22,7 +23,8 @@ from ..workload import Batch, Workload, device_of
 # - Of a model with one example, each dim of each input is tried: the model is run on some of the
 #   samples along it, in another order, and must give for each what it gave in the whole batch
 #   (``with_dims``). That tells samples from time: a recurrent layer minds the order of steps, and
-#   attention how many there are.
+#   attention how many there are. An example of equal values (zeros, say) would tell anything, so
+#   other values are tried before it (``_trials``).
 # - Inside the model discovery compares the shapes of two forwards (``sample_dim``).
 # Plans keep the dims (``batch_dims`` of units), so that running one finds nothing anew.
 
@@ -131,15 +133,71 @@ def with_dims(model: nn.Module, batch: Batch) -> Batch:
     try:
         with uncompiled(model) as own, preserved(own), eagerly(), torch.enable_grad():
             own.eval()
-            given = batch.to(device_of(own))
-            whole = _made(own, given)
-            for dims in _guesses(batch):
-                with suppress(Exception):  # cut there, the model's inputs may not fit together
-                    if _tells_samples(own, replace(given, batch_dims=dims), whole):
-                        return replace(batch, batch_dims=dims)
+            for given in _trials(batch.to(device_of(own))):
+                dims = _told(own, given)
+                if dims is not None:
+                    return replace(batch, batch_dims=dims)
     except Exception:  # the model's own, which whoever measures it will say
         return batch
     return batch
+
+
+def _trials(batch: Batch) -> Iterator[Batch]:
+    """The batch with other values where an input's are equal, and as it is for a model that refuses
+    those or tells nothing by them."""
+    given = batch.args, dict(batch.kwargs)
+    for replaces in (lambda t: _are_equal(t) or _repeats(t), _repeats):
+        if any(map(replaces, tensors_in(given))):
+            # Of its own, so that all ranks try the same and the answer is the same tomorrow.
+            draw = partial(_drawn, replaces, torch.Generator().manual_seed(0))
+            args, kwargs = map_tensors(given, draw)
+            yield replace(batch, args=args, kwargs=kwargs)
+    yield batch
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether these are floating numbers, along some dim the same at every place."""
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    along = (d for d, length in enumerate(tensor.shape) if length > 1)
+    return any(bool((tensor == tensor.narrow(d, 0, 1)).all()) for d in along)
+
+
+def _are_equal(tensor: Tensor) -> bool:
+    """Whether these are integers, all of them equal, in several dims: in one they may be lengths,
+    by which others are cut."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        return False
+    if tensor.layout is not torch.strided or tensor.ndim < 2 or not tensor.numel():
+        return False
+    return bool((tensor == tensor.flatten()[0]).all())
+
+
+def _drawn(
+    replaces: Callable[[Tensor], bool], generator: torch.Generator, tensor: Tensor
+) -> Tensor:
+    """Random numbers instead of a tensor that is to be replaced, others as they are."""
+    if not replaces(tensor):
+        return tensor
+    if tensor.is_floating_point():
+        # From 0 to 1: whatever is made of them (an index, a logarithm) fails least there.
+        made = torch.rand(tensor.shape, generator=generator)
+        return made.to(tensor.device, tensor.dtype).requires_grad_(tensor.requires_grad)
+    # An index past a table's end raises on a CPU, and on a GPU ends all work of the process there.
+    most = max(int(tensor.flatten()[0]), int(tensor.device.type == "cpu"))
+    drawn = torch.randint(most + 1, tensor.shape, generator=generator)
+    return drawn.to(tensor.device, tensor.dtype)
+
+
+def _told(model: nn.Module, given: Batch) -> Dims | None:
+    """The dims of ``given`` along which the model tells samples; None where it fails on it, too."""
+    with suppress(Exception):
+        whole = _made(model, given)
+        for dims in _guesses(given):
+            with suppress(Exception):  # cut there, the model's inputs may not fit together
+                if _tells_samples(model, replace(given, batch_dims=dims), whole):
+                    return dims
+    return None
 
 
 def _made(model: nn.Module, batch: Batch) -> list[Tensor]:
@@ -203,6 +261,7 @@ def _same_samples(whole: Tensor, part: Tensor, index: Tensor, size: int) -> bool
 def _close(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return bool(torch.equal(a, b))
-    largest = float(a.abs().max()) if a.numel() else 0.0
+    # Of what is no number nothing can be told, and infinity would allow anything.
+    largest = float(a.abs().nan_to_num(posinf=0.0).max()) if a.numel() else 0.0
     allowed = max(_ROUNDING, _LAST_PLACES * torch.finfo(a.dtype).eps)
     return torch.allclose(a, b, allowed, allowed * largest)

@@ -112,7 +112,8 @@ def overdrawn(model: CostModel, decisions: Sequence[Option], step_s: float) -> f
     """By what share a plan goes over its limits on device-seconds, fidelity and time, added up."""
     over, limit = 0.0, gpu_seconds_limit(model)
     if limit < float("inf"):
-        over += max(gpu_seconds(model, decisions, step_s) / limit - 1.0, 0.0)
+        # Units that take no time may use none.
+        over += max(gpu_seconds(model, decisions, step_s) / max(limit, 1e-300) - 1.0, 0.0)
     if model.goal.undisturbed_limit_s is not None:
         over += max(step_s / model.goal.undisturbed_limit_s - 1.0, 0.0)
     if model.goal.allow_lossy:

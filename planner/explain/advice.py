@@ -23,7 +23,6 @@ from ..schema.record import Count, Positive, Record, Seconds
 from ..solve.answer import over_bytes
 from ..solve.evaluate import evaluation
 from ..solve.heuristic.resize import resized_problem, resized_with
-from ..solve.local_steps import cannot
 from ..solve.needless_loss import without_needless_loss
 from ..solve.problem import Problem
 from ..solve.solver import solve
@@ -237,7 +236,6 @@ def _allowing(fidelity: float) -> tuple[str, ...]:
 
 def _way(asked: _Asked, solver: str, time_limit_s: float | None) -> Way:
     problem = asked.problem
-    refused = cannot(problem) if asked.apart else None
     found = solve(replace(problem, progress=None), solver, time_limit_s)
     found = without_needless_loss(problem, found)
     way = Way(
@@ -249,7 +247,8 @@ def _way(asked: _Asked, solver: str, time_limit_s: float | None) -> Way:
         return msgspec.structs.replace(way, why=why or "no plan fits")
     local = found.plan.local_steps
     if asked.apart and local is None:
-        why = refused or "it would not be clearly quicker than the exact plan"
+        told = found.reason.partition("no local steps: ")[2].partition("; ")[0]
+        why = told or "it would not be clearly quicker than the exact plan"
         return msgspec.structs.replace(way, why=why)
     if not any(map(asked.used, found.plan.units)):
         return msgspec.structs.replace(way, why="no unit gains by it")

@@ -117,7 +117,10 @@ def _figures(first: Prediction, second: Prediction) -> tuple[Figure, ...]:
 
 
 def _settings(first: Plan, second: Plan) -> tuple[tuple[str, str, str], ...]:
-    plan = ("target", "world_size", "micro_batches", "message_bytes", "schedule", "placement")
+    plan = (
+        "target", "precision", "world_size", "micro_batches", "message_bytes", "schedule",
+        "placement",
+    )  # fmt: skip
     asked = [(name, getattr(first, name), getattr(second, name)) for name in plan]
     for name in first.goal.__struct_fields__:
         asked.append((f"goal.{name}", getattr(first.goal, name), getattr(second.goal, name)))

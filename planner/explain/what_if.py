@@ -19,6 +19,7 @@ from ..schema.errors import InputError
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Count, Record, Seconds
+from ..schema.text import ranks as counted
 from ..solve.answer import over_bytes
 from ..solve.evaluate import evaluation
 from ..solve.heuristic.checkpointing import limited_by_memory
@@ -101,7 +102,9 @@ def gains(
         else:
             # Its own progress would start anew with each question.
             after = solve(replace(asked, progress=None), solver, time_limit_s).objective_s
-            gain = Gain(change=change, before_s=before, after_s=after)
+            other = after is None and asked.cluster.world_size != problem.cluster.world_size
+            why = _pinned(asked) if other else ""
+            gain = Gain(change=change, before_s=before, after_s=after, reason=why)
         found.append(gain)
     return tuple(found)
 
@@ -140,6 +143,16 @@ def _changes(problem: Problem) -> list[tuple[str, Problem | str]]:
     elif twice % len(cluster.nodes[0].devices) == 0:
         found.append((change, resized_problem(problem, twice)))
     return found
+
+
+def _pinned(problem: Problem) -> str:
+    """That pins keep units to layouts of other numbers of ranks; "" where none does."""
+    world = problem.cluster.world_size
+    for pin in problem.goal.pins:
+        theirs = [layout.size for layout in pin.only]
+        if theirs and world not in theirs:
+            return f"its pins are layouts of {counted(max(theirs))}"
+    return ""
 
 
 def sizes(

@@ -19,6 +19,7 @@ from ..schema.options import Decisions
 from ..schema.plan import ScheduleName
 from ..schema.profile import ModelProfile
 from ..schema.record import Positive, Record, Seconds, Share
+from ..simulate.spread import slowest_of
 from ..solve.device_timelines import StepTimelines, timelines
 from ..solve.evaluate import evaluate
 
@@ -96,9 +97,12 @@ def foreground(
     name: str, model: CostModel, decisions: Decisions, schedule: ScheduleName, slowdown: float
 ) -> ForegroundJob:
     """The job of decisions under a cost model."""
-    unshared = shared = timelines(model, decisions, schedule)
+    # As a prediction waits for the slowest rank, the baseline that this is divided by among them.
+    slowest = slowest_of(model.world_size, model.profile.spread)
+    unshared = shared = timelines(model, decisions, schedule, slowest=slowest)
     if slowdown != 1.0:
-        shared = timelines(shared_device_model(model, slowdown), decisions, schedule)
+        slow = shared_device_model(model, slowdown)
+        shared = timelines(slow, decisions, schedule, slowest=slowest)
     return ForegroundJob(name, model.goal.batch, unshared, shared)
 
 

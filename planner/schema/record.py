@@ -208,9 +208,13 @@ def write_whole(path: str | Path, data: bytes) -> None:
         os.umask(umask)
         Path(name).chmod(0o666 & ~umask)
         Path(name).replace(target)
-    except BaseException:  # Ctrl-C as well leaves no temporary file
+    except BaseException as error:  # Ctrl-C as well leaves no temporary file
         Path(name).unlink(missing_ok=True)
-        raise
+        if not isinstance(error, OSError):
+            raise
+        # The disk is full, or as much as the user may have of it.
+        reason = error.strerror or str(error)
+        raise InputError(f"cannot write {path}: {reason}; name another place") from None
 
 
 def _write_into(target: Path, data: bytes) -> None:

@@ -68,7 +68,7 @@ class UnitFigures:
     def __init__(self, model: CostModel, memory: MemoryModel, position: int) -> None:
         self.model, self.memory, self.position = model, memory, position
         self._samples: dict[Layout, int | None] = {}
-        self._of_shape: dict[object, Reals] = {}
+        self._of_shape: dict[object, tuple[Reals, list[int]]] = {}
         self._readers: dict[tuple[State, ...], tuple[list[CurveReader], CurveReader]] = {}
 
     def samples(self, layout: Layout) -> int | None:
@@ -101,14 +101,19 @@ class UnitFigures:
         # its figures, over which is written what their own curves say.
         key = states, self.shape(k)
         if key not in self._of_shape:
-            self._of_shape[key] = np.array([self.of(k, Option(*state)) for state in states])
-            return self._of_shape[key]
-        unit, found = self.model.profile.units[k], self._of_shape[key].copy()
+            first = np.array([self.of(k, Option(*state)) for state in states])
+            self._of_shape[key] = first, self._exchanged_bytes(k, states)
+            return first
+        first, exchanged = self._of_shape[key]
+        unit, found = self.model.profile.units[k], first.copy()
         busiest, here = self._readers_of(states)
         there = [kind.profile.units[k] for kind in self.model.kinds]
         for name, seconds in _MEASURED_SECONDS:
             read = (r.values(u, seconds) for r, u in zip(busiest, there, strict=True))
             found[:, AT[name]] = reduce(np.maximum, read)
+        # Curves say nothing of the executor's own work.
+        own_s = {sent: self.model.overhead_s(k, sent) for sent in set(exchanged)}
+        found[:, AT["backward"]] += [own_s[sent] for sent in exchanged]
         for name, quantity in _MEASURED_BYTES:
             found[:, AT[name]] = here.values(unit, quantity, divides=False)
         self._write_idle(found, states)
@@ -128,6 +133,13 @@ class UnitFigures:
         measured = [*(AT[name] for name, _ in _MEASURED_BYTES), AT["new_grad"]]
         found[np.ix_(absent, measured)] = 0.0
         return found
+
+    def _exchanged_bytes(self, k: int, states: tuple[State, ...]) -> list[int]:
+        """Bytes of the gradients that a member exchanges, by state."""
+        return [
+            self.model.unit_sizes(k, Option(*state)).trained_bytes if state[0].groups > 1 else 0
+            for state in states
+        ]
 
     def recomputed(self, k: int, states: tuple[State, ...], plain: Reals) -> Reals:
         """``plain`` with feature maps that are made again in backward."""

@@ -207,7 +207,8 @@ class OptionTable:
         cuts = tuple((s.style, s.parts, s.uneven) for s in unit.splits)
         pins = tuple(pin for pin in goal.pins if pin.unit == unit.name)
         # Of a thousand units most are alike in all that decides which states they may have.
-        key = (unit.fixed, unit.batch_statistics, cuts, pins)
+        enters = bool(unit.batched_inputs), bool(unit.batch_dims)
+        key = (unit.fixed, unit.batch_statistics, enters, cuts, pins)
         if key not in self._states:
             self._states[key] = tuple(
                 (layout, style)

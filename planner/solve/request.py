@@ -1,5 +1,6 @@
 """From what a user has and wants to a problem for a solver: what ``plan`` and its tables ask."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
@@ -14,7 +15,7 @@ from ..schema.pins import EARLY_RELEASE, without
 from ..schema.plan import Plan
 from ..schema.precision import is_scaled
 from ..schema.profile import ModelProfile
-from ..schema.record import check_is
+from ..schema.record import check_is, fingerprint
 from .heuristic.schedules import SLICE_BYTES
 from .problem import Problem, Progress
 
@@ -40,11 +41,20 @@ def problem_for(
     unless told). ``forbidden`` are policies that no unit shall have."""
     check_schedule(schedule)
     if goal.allows_parts and not any(unit.fidelity for unit in profile.units):
+        if profile.origin == "measured":
+            cause = (
+                "time ran out before it was measured, or gradients were not finite: measure fewer "
+                "batches (meshwright profile --batches 4,8) and plan from that profile"
+            )
+        else:
+            cause = (
+                "estimates do not know it: measure the model on this machine (meshwright profile "
+                "without --device)"
+            )
         raise InputError(
             f"the profile of {profile.target} says of no unit how much of its gradient a lossy "
-            "exchange keeps (fidelity), which estimates do not know: measure the model on this "
-            "machine (meshwright profile without --device), or leave --min-fidelity (min_fidelity) "
-            "out, which allows gradients rounded to bfloat16"
+            f"exchange keeps (fidelity), as {cause}, or leave --min-fidelity (min_fidelity) out, "
+            "which allows gradients rounded to bfloat16"
         )
     if goal.allows_parts and is_scaled(profile.precision):
         raise InputError(
@@ -121,11 +131,19 @@ def capability_of(plan: Plan, executor: Capability) -> Capability:
 def made_from(
     plan: Plan, profile: ModelProfile | None, cluster: Cluster | None
 ) -> tuple[ModelProfile, Cluster]:
-    """What a plan was made from, by fingerprint where it is not given; raises ``InputError``."""
+    """What a plan was made from, by fingerprint where it is not given; raises ``InputError``, and
+    warns of one that is given and is another."""
     check_is(plan, Plan)
     for value, kind in ((profile, ModelProfile), (cluster, Cluster)):
         if value is not None:
             check_is(value, kind)
+    what = "what is computed anew is of the plan's decisions"
+    if profile is not None and fingerprint(profile) != plan.provenance.profile:
+        words = f"this profile of {profile.target} is not the one that the plan was made from"
+        warnings.warn(f"{words}: {what} by its times", stacklevel=1)
+    if cluster is not None and fingerprint(cluster) != plan.provenance.cluster:
+        words = f"this cluster ({cluster.name}) is not the one that the plan was made for"
+        warnings.warn(f"{words}: {what} on it", stacklevel=1)
     return (
         profile or cache.get_named(ModelProfile, plan.provenance.profile, "--profile"),
         cluster or cache.get_named(Cluster, plan.provenance.cluster, "--cluster"),

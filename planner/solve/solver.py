@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import msgspec
+
 from ..schema.errors import InputError
 from ..schema.pins import no_such_unit, spelled_out
 from .heuristic.branches import side_by_side
@@ -73,10 +75,11 @@ def check_solver(solver: str) -> None:
 # problem that leaves the schedule or sharding open becomes several problems, each allowed more than
 # the one before, and the first that has a plan decides:
 #
-#   any_schedule      by barrier; nothing fits: by priority, then with gradients released early.
+#   any_schedule      by barrier; nothing fits: by priority, as in ``shard_if_needed``.
 #                     A plan by barrier is kept unless its decisions, or plain data parallelism,
-#                     are clearly quicker by priority (``schedules.WORTHWHILE``): then the search by
-#                     priority is made too, and the better plan taken.
+#                     are clearly quicker by priority (``schedules.WORTHWHILE``), as they are, by
+#                     host or sharded: then the search by priority is made too, and the better plan
+#                     taken.
 #   shard_if_needed   without sharded exchange; nothing fits: with it, then with sharded parameters
 #                     (without offloading), then all of these with gradients released early. A plan
 #                     without is kept unless it is clearly quicker with its exchange sharded.
@@ -183,7 +186,12 @@ def _without_needless_offload(
         return found
     # A bound over all options is one for what was found among fewer.
     gap = None if found.bound_s is None else 1 - found.bound_s / other.objective_s
-    return other._replace(bound_s=found.bound_s, gap=gap, status=found.status)
+    assert other.plan is not None
+    provenance = msgspec.structs.replace(
+        other.plan.provenance, bound_s=found.bound_s, gap=gap, status=found.status
+    )
+    plan = msgspec.structs.replace(other.plan, provenance=provenance)
+    return other._replace(plan=plan, bound_s=found.bound_s, gap=gap, status=found.status)
 
 
 def expand_pins(problem: Problem) -> Problem:

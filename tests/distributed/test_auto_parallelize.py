@@ -330,6 +330,30 @@ def test_a_model_that_fails_is_the_same_sentence_on_every_rank(ranks):
     assert "the tokens are out of range" in first
 
 
+def refused_workloads(rank: int) -> list[str]:
+    def of(make_batch, loss=nn.functional.mse_loss) -> mw.Workload:
+        return mw.Workload("wrong", network(), make_batch, loss)
+
+    def pair(size: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(size, 12), torch.randn(size, 4)
+
+    def batch(size: int) -> mw.Batch:
+        return mw.Batch((torch.randn(size, 12),), torch.randn(size, 4))
+
+    said = []
+    for wrong in (of(pair), of(batch, nn.MSELoss(reduction="none"))):
+        with pytest.raises(mw.InputError) as caught:
+            mw.auto_parallelize(wrong)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_workload_that_cannot_train_is_told_before_it_is_measured(ranks):
+    for made, lost in ranks(2)(refused_workloads):
+        assert "make_batch(2) of 'wrong' returned a tuple: return meshwright.Batch" in made
+        assert "the loss of 'wrong' gave shape (2, 4), expected one number" in lost
+
+
 def refused_plan(rank: int) -> str:
     with pytest.raises(mw.InputError) as caught:
         mw.auto_parallelize(network(), plan=hybrid(4))

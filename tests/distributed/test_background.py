@@ -394,16 +394,43 @@ def _line(pid: int) -> bytes:
 @pytest.mark.slow
 def test_a_second_plan_goes_on_from_its_checkpoint(tmp_path):
     """As it is started, but at ordinary priority: beside busy processors it might never begin."""
-    save(msgspec.structs.replace(plan_by_hand(1), target="mlp"), tmp_path / "small.json")
-    command, said, steps = Background(str(tmp_path / "small.json")).settings().command, "", []
+    said, steps = "", []
     for _ in range(2):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
-            assert training.stdout is not None
-            for line in training.stdout:
-                said += line
-                if line.startswith("step ") and training.poll() is None:
-                    training.terminate()
-        assert training.returncode == 0
+        code, told = trained_for_a_step(tmp_path, None)
+        assert code == 0
+        said += told
         steps.append(torch.load(tmp_path / "small.pt", weights_only=True)["step"])
     assert 0 < steps[0] < steps[1]
     assert f"goes on from step {steps[0]} " in said
+
+
+def trained_for_a_step(folder: Path, precision: str | None) -> tuple[int, str]:
+    """The exit code and the output of a second plan's training, told to end at its first step."""
+    small = msgspec.structs.replace(plan_by_hand(1), target="mlp", precision=precision)
+    save(small, folder / "small.json")
+    command, said = Background(str(folder / "small.json")).settings().command, ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as training:
+        assert training.stdout is not None
+        for line in training.stdout:
+            said += line
+            if line.startswith("step ") and training.poll() is None:
+                training.terminate()
+    return training.returncode, said
+
+
+def test_a_second_plan_trains_in_its_precision(tmp_path):
+    assert trained_for_a_step(tmp_path, "bf16")[0] == 0
+    state = torch.load(tmp_path / "small.pt", weights_only=True)
+    assert {value.dtype for value in state["model"].values()} == {torch.bfloat16}
+    # The checkpoint of another precision is neither taken nor written over.
+    code, said = trained_for_a_step(tmp_path, "fp16-mixed")
+    assert code == InputError.exit_code
+    assert "small.pt was trained in bf16 and the plan is for fp16-mixed: move the file" in said
+    assert "Traceback" not in said
+    (tmp_path / "small.pt").unlink()
+    for _ in range(2):
+        assert trained_for_a_step(tmp_path, "fp16-mixed")[0] == 0
+    state = torch.load(tmp_path / "small.pt", weights_only=True)
+    assert state["scaler"]["_growth_tracker"] > 0

@@ -52,7 +52,7 @@ def test_a_plans_own_workload_goes_on(tmp_path: Path):
     done = launch(tmp_path, "plan.json", "--steps", 5, *options)
     assert done.returncode == 0, done.stderr
     assert "note: begins anew in kept" in done.stderr
-    assert "medians of 3 steps" in done.stdout
+    assert "over 3 steps after" in done.stdout
     assert steps_in(tmp_path / "kept") == [5, 3]
     damaged = tmp_path / "kept" / "step-00000005" / "index.json"
     damaged.write_bytes(damaged.read_bytes()[:-9])

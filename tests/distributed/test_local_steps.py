@@ -254,6 +254,29 @@ def test_training_resumes(ranks):
     ranks(4)(resumes, apart(local))
 
 
+def loads_weights_under_the_plan(rank: int, chosen: Plan) -> None:
+    """Weights that are loaded after the plan was applied, beside a model that had them before."""
+    models = [net(), net()]
+    with torch.no_grad():
+        for param in models[0].parameters():
+            param.add_(1.0)
+    weights = copy.deepcopy(models[0].state_dict())
+    made = [OPTIMIZERS["sgd"](m.parameters()) for m in models]
+    for model, optimizer in zip(models, made, strict=True):
+        apply(model, optimizer, chosen, timeout_s=20)
+    models[1].load_state_dict(weights)
+    alike(agreed_state_dict(models[1]), weights)
+    for step in range(chosen.local_steps.inner_steps):
+        for model, optimizer in zip(models, made, strict=True):
+            train(model, optimizer, chosen, rank, step)
+    for first, second in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_weights_that_are_loaded_under_the_plan_are_what_hosts_agree_on(ranks):
+    ranks(2)(loads_weights_under_the_plan, apart(AT_ONCE, 2))
+
+
 def averages_statistics(rank: int, chosen: Plan) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

@@ -67,6 +67,26 @@ def test_four_ranks_have_curves_for_pairs_and_for_all(ranks: Callable[[int], Ran
     assert {c.ranks for c in level.curves} == {2, 4}
 
 
+def on_two_hosts(rank: int, hosts: str) -> bytes:
+    with patch("socket.gethostname", return_value=hosts[rank]):
+        return encode(probe(sizes=SIZES, rounds=1, budget_s=5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["aab", "abb"])
+def test_a_rank_without_a_neighbour_waits_for_pairs(
+    ranks: Callable[[int], Ranks], hosts: str
+) -> None:
+    first, *others = ranks(3)(on_two_hosts, hosts)
+    assert others == [first] * 2
+    levels = {level.name: level for level in decode(Cluster, first).levels}
+    assert {name: {c.ranks for c in level.curves} for name, level in levels.items()} == {
+        "intra": {2},
+        "inter": {3},
+    }
+    assert all(curve.latency_s >= 0 for curve in levels["intra"].curves)
+
+
 def as_hosts(rank: int) -> list[list[float]]:
     """Streams as if each rank had a host of its own."""
     return measure_host_rates(["a", "b"], torch.device("cpu"), budget_s=1.0).tolist()

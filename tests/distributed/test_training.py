@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.launch.train import run_steps, train_step
+from meshwright.executor.checkpoint.checkpoint import checkpoint
+from meshwright.executor.checkpoint.folder import steps_in
+from meshwright.executor.launch.train import run_range, run_steps, train_step
 from meshwright.executor.parallel import full_state_dict
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
+from meshwright.models.workload import Batch
+from meshwright.planner.schema.errors import RunError
 from plans import SCHEDULES, by_columns_and_rows, plan_for, scheduled
 from reference import twin
 
@@ -34,6 +40,43 @@ def measures_steps(rank: int, micro: int) -> None:
 @pytest.mark.parametrize("micro", [1, 3])
 def test_steps_are_measured(ranks, micro):
     ranks(2)(measures_steps, micro)
+
+
+def fails_in_step_62(rank: int, folder: str, *, scaled: bool) -> tuple[str, list[int]]:
+    """A training that goes on behind step 50 and saves every five: what it says in the end, and
+    what it has saved. With a scaler the loss of step 55, at which it saves, is none either."""
+    torch.manual_seed(0)
+    workload = models.build("mlp")
+    chosen = plan_for(discover(workload.model, workload.make_batch(4)), 2)
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1)
+    apply(workload.model, optimizer, chosen)
+
+    def draw(number: int) -> Batch:
+        batch = workload.make_batch(4)
+        if number + 1 >= 62 or (scaled and number + 1 == 55):
+            batch.args[0][-1] = torch.inf  # the last rank's
+        return batch
+
+    kept = checkpoint(folder, workload.model, optimizer, every=5)
+    kept.save(50)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled) if scaled else None
+    try:
+        run_range(
+            workload, chosen, range(50, 90), optimizer=optimizer, draw=draw, kept=kept,
+            scaler=scaler,
+        )  # fmt: skip
+    except RunError as error:
+        kept.close()
+        torch.distributed.barrier()  # what is older is removed by rank 0
+        return str(error), steps_in(Path(folder))
+    return "nothing was raised", []
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_a_training_that_fails_leaves_its_good_checkpoints(ranks, tmp_path, scaled):
+    for said, steps in ranks(2)(fails_in_step_62, str(tmp_path / "kept"), scaled=scaled):
+        assert said.startswith("the loss of step 62 is nan: nothing is measured or saved")
+        assert steps == [60, 55, 50]
 
 
 def steps_as_one_process(rank: int, micro: int, schedule: str) -> None:

@@ -242,6 +242,50 @@ def test_a_model_is_judged_by_the_precision_in_which_it_computes(ranks):
     assert not drifting.passed
 
 
+class Turning(nn.Linear):
+    """Has a complex parameter and a complex buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.by = nn.Parameter(torch.randn(2, dtype=torch.cfloat))
+        self.register_buffer("angles", torch.polar(torch.ones(2), torch.arange(2.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.view_as_complex(super().forward(x).reshape(-1, 2, 2)) * self.by * self.angles
+        return torch.view_as_real(made).flatten(1)
+
+
+def verify_complex(rank: int) -> list[verification.Verification]:
+    def make_batch(size: int) -> mw.Batch:
+        return mw.Batch((torch.randn(size, 4),), torch.randn(size, 4))
+
+    def workload() -> mw.Workload:
+        torch.manual_seed(3)
+        return mw.Workload("complex", Turning(), make_batch, nn.functional.mse_loss)
+
+    step = verification.train_step
+
+    def drifting(used, *rest):
+        loss = step(used, *rest)
+        with torch.no_grad():
+            used.model.by += 1e-6j
+        return loss
+
+    found = [verify_on_ranks(plan_by_hand(2), workload())]
+    verification.train_step = drifting
+    try:
+        return [*found, verify_on_ranks(plan_by_hand(2), workload())]
+    finally:
+        verification.train_step = step
+
+
+def test_complex_numbers_are_compared_in_both_parts(ranks):
+    found, drifting = ranks(2)(verify_complex)[0]
+    assert (found.passed, found.dtype, found.notes) == (True, "float64", ())
+    assert not drifting.passed
+    assert [d.worst for d in drifting.deviations if d.what.startswith("parameters")] == ["by"]
+
+
 class Single(nn.Linear):
     """Has no double precision, like torch's product of groups in mixtures of experts."""
 

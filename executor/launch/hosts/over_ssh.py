@@ -22,7 +22,7 @@ from ....planner.schema.recorded import RecordedSteps
 from ....planner.schema.report import RunReport
 from ....planner.schema.text import size
 from ...comm.setups import check_versions, other_devices, software
-from ..processes import check_plan
+from ..processes import check_plan, heard
 from .protocol import (
     HEARTBEAT_S,
     HostFailure,
@@ -107,7 +107,7 @@ class StoppedBySignal(BaseException):
 
 @contextlib.contextmanager
 def signals_raised() -> Iterator[None]:
-    """Inside, the two are raised as ``StoppedBySignal``."""
+    """Inside, the two are raised as ``StoppedBySignal``, as far as they are ``heard``."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -115,7 +115,7 @@ def signals_raised() -> Iterator[None]:
     def stop(number: int, _: object) -> NoReturn:
         raise StoppedBySignal(number)
 
-    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+    before = {n: signal.signal(n, stop) for n in heard((signal.SIGTERM, signal.SIGHUP))}
     try:
         yield
     finally:
@@ -148,10 +148,11 @@ class _SshRun:
         self._failures: list[MeshwrightError] = []
         self._report: RunReport | None = None
         self.recorded: list[RecordedSteps] = []
-        self._beat = time.monotonic()
+        self._over = threading.Event()
 
     def conduct(self) -> RunReport | None:
         """From the first connection to the last host's end."""
+        threading.Thread(target=self._tell_alive, daemon=True).start()
         self._connect()
         while len(self._ready) < len(self._connections):
             self._handle(self._next())
@@ -182,8 +183,16 @@ class _SshRun:
         for connection in self._connections:
             connection.close()
         self._wait_for_ends()
+        self._over.set()
         for number in self._running:
             self._connections[number].kill()
+
+    def _tell_alive(self) -> None:
+        """Tells hosts that this process is alive, until all is over. In a thread of its own, as the
+        one that prints waits for a terminal that has stopped reading (Ctrl-S), however long."""
+        while not self._over.wait(HEARTBEAT_S / 2):
+            for number in tuple(self._running):
+                self._connections[number].send(b"alive")
 
     def _connect(self) -> None:
         for number, name in enumerate(self._hosts.names):
@@ -283,11 +292,7 @@ class _SshRun:
             raise min(self._failures, key=lambda error: (error.of_peer, error.failed_at or 0.0))
 
     def _next(self, wait_s: float = HEARTBEAT_S) -> HostEvent | None:
-        """The next event, or None when none comes; hosts are told that this process is alive."""
-        if time.monotonic() - self._beat > HEARTBEAT_S / 2:
-            self._beat = time.monotonic()
-            for number in self._running:
-                self._connections[number].send(b"alive")
+        """The next event, or None when none comes."""
         try:
             return self._events.get(timeout=min(wait_s, HEARTBEAT_S / 2))
         except queue.Empty:
@@ -312,7 +317,8 @@ class _SshRun:
             self._failures.append(error_of(decode(HostFailure, event.data), label))
         elif event.kind == "ended":
             self._running.discard(number)
-            if event.code and number not in self._explained:
+            # One that has not told of itself yet would be waited for without end.
+            if number not in self._explained and (event.code or number not in self._ready):
                 self._failures.append(self._unexplained(number, event.code))
 
     def _unexplained(self, number: int, code: int) -> MeshwrightError:

@@ -90,7 +90,9 @@ class Hosts:
         if self.rendezvous is None:
             return "", 0
         host, colon, port = self.rendezvous.rpartition(":")
-        bad_host = host != "" and not _NAME.fullmatch(host.strip("[]"))
+        # Not all that ssh takes: a user's name or an interface's is no part of an address to torch.
+        named = _NAME.fullmatch(host.strip("[]")) and not set(host) & set("@%")
+        bad_host = host != "" and not named
         if not colon or bad_host or not port.isdecimal() or int(port) > 65535:
             raise InputError(
                 f"rendezvous {self.rendezvous!r} is no address: give HOST:PORT of the first host, "

@@ -14,6 +14,7 @@ from ...cost.cost import CostModel
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option, allowed
 from ..answer import Choice, choice, plan_of
+from ..choices import may_have
 from ..evaluate import evaluation
 from ..problem import Problem, Result
 from .space import BETTER
@@ -138,8 +139,12 @@ def _moved(
         if degree > width or width % degree:
             degree, style = 1, "none"
         layout = Layout(groups=width // degree, degree=degree)
-        found[k] = option._replace(layout=layout, style=style)
-        if not _may(problem, model, k, found[k]):
+        # Peers that leave ranks idle have no exchange by host, and may lack other policies too.
+        moved = option._replace(layout=layout, style=style, peers_per_host=1)
+        if not _may_have(problem, model, k, moved):
+            moved = Option(layout, style, option.memory, segment=option.segment)
+        found[k] = moved
+        if not _may(problem, model, k, moved):
             return None
     return found
 
@@ -150,5 +155,12 @@ def _work(model: CostModel, branch: dict[int, Option]) -> float:
 
 
 def _may(problem: Problem, model: CostModel, k: int, option: Option) -> bool:
-    unit = model.profile.units[k]
-    return allowed(unit, option, problem.goal, problem.capability, model.world_size)
+    unit, world = model.profile.units[k], model.world_size
+    fits = allowed(unit, option, problem.goal, problem.capability, world)
+    return fits and _may_have(problem, model, k, option)
+
+
+def _may_have(problem: Problem, model: CostModel, k: int, option: Option) -> bool:
+    """Whether a unit may have the option's policies; a segment is recomputed as it is."""
+    alone = option._replace(memory="keep", segment=()) if option.segment else option
+    return may_have(model, k, alone, problem.capability)

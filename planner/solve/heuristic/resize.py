@@ -51,7 +51,11 @@ def resized(cluster: Cluster, ranks: int) -> Cluster:
             "add the inter level"
         )
     nodes = tuple(
-        Node(name=f"{node.name}-{i}", devices=node.devices[: min(ranks, each)])
+        Node(
+            name=f"{node.name}-{i}",
+            devices=node.devices[: min(ranks, each)],
+            host_memory_bytes=node.host_memory_bytes,
+        )
         for i in range(count)
     )
     # Bandwidths measured pair by pair say nothing of ranks that are not there.

@@ -34,7 +34,7 @@ def any_schedule(problem: Problem, search: Search) -> Result | None:
     by_barrier, by_priority = _with_schedules(problem)
     plain = search(by_barrier)
     if plain.plan is None:
-        return _first_plan(_releasing_last(by_priority), search) if _saves_memory(problem) else None
+        return shard_if_needed(by_priority, search) if _saves_memory(problem) else None
     # Simulating what was decided for the barrier, and data parallelism, is quicker than a search.
     # Neither of them sends gradients in part, which may gain more than they show.
     # Nor is it known what parameters in shards would take, which are an alternative to offload.
@@ -92,12 +92,19 @@ def widest(problem: Problem) -> list[Problem]:
     contains; the last allows most."""
     if problem.any_schedule:
         by_barrier, by_priority = _with_schedules(problem)
-        return [by_barrier, by_priority] if _saves_memory(problem) else [by_barrier]
+        return (
+            [by_barrier, *_with_gathering(by_priority)] if _saves_memory(problem) else [by_barrier]
+        )
     given = replace(problem, shard_if_needed=False)
-    if problem.shard_if_needed and not may_gather(next(given.cost_models()), given.capability):
-        fully = "fully_sharded" in given.capability.exchange
-        return [given, without_offload(given)] if fully else [given]
-    return [given]
+    return _with_gathering(given) if problem.shard_if_needed else [given]
+
+
+def _with_gathering(problem: Problem) -> list[Problem]:
+    """The problem, and the one that may shard parameters too where it may not itself."""
+    fully = "fully_sharded" in problem.capability.exchange
+    if fully and not may_gather(next(problem.cost_models()), problem.capability):
+        return [problem, without_offload(problem)]
+    return [problem]
 
 
 def _with_schedules(problem: Problem) -> tuple[Problem, Problem]:
@@ -162,6 +169,17 @@ def in_shards(model: CostModel, decisions: Decisions, capability: Capability) ->
     return tuple(of(k, option) for k, option in enumerate(decisions))
 
 
+def by_host(model: CostModel, decisions: Decisions, capability: Capability) -> Decisions:
+    """The decisions with every dense exchange made by host that may be and is quicker so."""
+
+    def of(k: int, option: Option) -> Option:
+        found = option._replace(peers_per_host=model.peers_per_host(option.layout))
+        plain = option.exchange == "dense" and not option.early_release
+        return found if plain and may_have(model, k, found, capability) else option
+
+    return tuple(of(k, option) for k, option in enumerate(decisions))
+
+
 def without_shards(problem: Problem, policies: Collection[ExchangePolicy] = SHARDING) -> Problem:
     """The problem with no exchange sharded (by those policies), the same one where that is not
     allowed anyway."""
@@ -189,13 +207,17 @@ def _quicker_in_shards(problem: Problem, found: Result, plan: Plan) -> bool:
 def _by_priority(
     problem: Problem, plan: Plan, decisions: Decisions | None, slice_bytes: int
 ) -> Iterator[Prediction]:
-    """Decisions (data parallelism where None) by priority; and with their exchange sharded where
-    the problem allows that, and updates take long enough for their parts to be clearly quicker."""
+    """Decisions (data parallelism where None) by priority; with their exchange by host where that
+    may be; and sharded where that may be and updates take long enough for their parts to be clearly
+    quicker."""
     problem = replace(problem, schedule="priority")
     model = problem.cost_model(plan.micro_batches, slice_bytes, plan.placement)
     chosen = model.baseline if decisions is None else decisions
     whole = evaluation(model, chosen, schedule="priority").prediction
     yield whole
+    hosts = by_host(model, chosen, problem.capability)
+    if hosts != chosen:
+        yield evaluation(model, hosts, schedule="priority").prediction
     if whole.update_s > WORTHWHILE * whole.step_s:
         sharded = in_shards(model, chosen, problem.capability)
         if sharded != chosen:

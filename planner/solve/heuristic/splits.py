@@ -60,7 +60,8 @@ def search(
 ) -> FoundPlan:
     """The best plan over all micro-batch counts: one that fits, if one was found, else the one
     that is the least over its limit. ``evaluations`` of plans are made at most for each count."""
-    deadline = time.perf_counter() + (time_limit_s or float("inf"))
+    limit_s = float("inf") if time_limit_s is None else time_limit_s
+    deadline = time.perf_counter() + limit_s
     counts = [m for m in sorted(set(problem.goal.micro_batches)) if problem.divides_into(m)]
     best: FoundPlan | None = None
     for i, micro_batches in enumerate(counts):

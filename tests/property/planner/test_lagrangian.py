@@ -75,6 +75,8 @@ def lagrangians(seed, saves_outputs=True):
     made = problems.problem(seed, most=20_000).placed()
     if seed % 3 == 0:
         made = problems.issued_by_hosts(made, seed)
+    elif seed % 3 == 1:
+        made = problems.with_overhead(made, seed)
     if not saves_outputs:
         units = (
             msgspec.structs.replace(u, output_kept=False, modules=()) for u in made.profile.units

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -540,3 +541,12 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path):
     with pytest.raises(InputError, match=r"report.json is not written, .*peak_bytes"):
         save(report, path)
     assert not path.exists()
+
+
+def test_a_full_disk_is_said_in_one_sentence(meshwright, monkeypatch, plan_file):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("meshwright.cli.plan.deliver", full)
+    done = meshwright("compare", plan_file, plan_file)
+    refused(done, 2, "cannot write: No space left on device; make room")

@@ -8,6 +8,7 @@ import msgspec
 from meshwright.cli.render.documents import cluster_table
 from meshwright.planner.schema.cluster import Cluster, Device, Node
 from meshwright.planner.schema.record import load
+from meshwright.planner.solve.heuristic.resize import resized
 
 from .conftest import cluster_of
 
@@ -82,3 +83,13 @@ def test_hosts_of_unequal_links_are_listed_the_slowest_first():
     ]
     told = list(map(str, bandwidth.cells))[-3:]
     assert told == ["40 Mbit/s out, 20 Mbit/s in", "80 Mbit/s", "80 Mbit/s"]
+
+
+def test_links_between_hosts_are_kept_for_more_hosts_than_one(meshwright, tmp_path):
+    path = tmp_path / "one.json"
+    one = ("cluster", "--device", "a100-sxm-40gb", "--devices-per-node", 8)
+    rates = ("--intra-gbyte-s", 300, "--inter-gbit-s", 100)
+    assert meshwright(*one, *rates, "-o", path).code == 0
+    assert resized(load(Cluster, path), 16).level("inter").bytes_per_s == 100e9 / 8
+    assert meshwright(*one, *rates[:2], "-o", path).code == 0
+    assert load(Cluster, path).level("inter") is None

@@ -263,3 +263,24 @@ def test_a_profile_of_equal_layers_is_few_rows():
 
 def test_a_rows_mean_is_of_one_block():
     assert Row("x", [1, 2, 3, 6], repeats=2).mean(float) == 6
+
+
+def test_layers_of_one_unit_are_one_row_for_each_way_to_be_decided():
+    """No row says how many layers there are: it counts as one block, however it is divided."""
+    draw = random.Random(40)
+    units = [(f"layers.{i}.fc", draw.choice(("keep", "recompute"))) for i in range(40)]
+    rows = shortened(units)
+    assert len(rows) == 2 < len(folded(units))
+    assert [row.mean(lambda u: 1.0) for row in rows] == [18, 22]
+
+
+def test_rows_of_two_units_of_each_layer_are_of_one_layer():
+    draw = random.Random(3)
+    units = []
+    for i in range(48):
+        decision = draw.choice(("keep", "recompute", "offload"))
+        units += [(f"layers.{i}.{name}", decision) for name in ("attn", "mlp")]
+        units.append((f"layers.{i}.norm", draw.choice(("keep", "early", "late"))))
+    inner = shortened(units)[1:]
+    assert {row.name.split(" of ")[0] for row in inner} == {"attn, mlp", "norm"}
+    assert [row.mean(lambda u: 1.0) for row in inner] == [2, 2, 2, 1, 1, 1]

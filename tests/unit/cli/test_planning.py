@@ -10,13 +10,19 @@ from itertools import pairwise
 import msgspec
 import pytest
 from meshwright import __version__
-from meshwright.cli.render.comparisons import SETTINGS
-from meshwright.cli.render.documents import gain, verdict
+from meshwright.cli.plan import _over_limit
+from meshwright.cli.render.comparisons import SETTINGS, front_table, sizes_table
+from meshwright.cli.render.documents import fewer_sentence, gain, verdict
+from meshwright.cli.render.explanations import _gains
+from meshwright.planner.explain.front import Front, FrontPoint
+from meshwright.planner.explain.what_if import FewerDevices, Gain, Size, Sizes
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
-from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.goal import Goal, Pin
+from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import FidelityProfile, ModelProfile
 from meshwright.planner.schema.record import encode, load, save
+from meshwright.planner.schema.text import seconds
 
 from .conftest import cluster_of
 
@@ -40,6 +46,7 @@ def test_a_plan_says_what_its_times_are_based_on(meshwright, profile_file, clust
     measured = told(origin="measured", batches=(8, 16))
     assert "Predicted for one step of 4096 samples and adamw" in measured
     assert "were measured up to batches of 16 and are extrapolated to " in measured
+    assert "and plan from that profile (its file as TARGET)." in measured
     assert "extrapolated" not in told(origin="measured", batches=(8, 4096))
     estimated = told(origin="estimated")
     assert "times are estimated from what is known of the " in estimated
@@ -452,3 +459,68 @@ def test_a_plan_that_fills_its_gpus_is_said_to(meshwright, profile_file, tmp_pat
     assert "GiB leaves room" in full
     assert "is filled" not in said(int(peak * 1.2))
     assert "is filled" not in said(40 * 2**30, "--memory-limit", f"{int(peak * 1.02)}")
+
+
+def test_a_plan_is_kept_whatever_fails_when_it_is_shown(
+    meshwright, monkeypatch, profile_file, cluster_file, tmp_path
+):
+    def failing(*arguments, **more):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("meshwright.cli.plan.decision_table", failing)
+    path = tmp_path / "plan.json"
+    with pytest.raises(ZeroDivisionError):
+        meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256, "-o", path)
+    assert load(Plan, path).goal.batch == 256
+
+
+def test_a_limit_that_simulated_steps_break_counts_the_background_job(plan):
+    step_s = plan.prediction.step_s
+
+    def told(limit_s, **goal):
+        asked = msgspec.structs.replace(plan.goal, time_limit_s=limit_s, **goal)
+        return _over_limit(msgspec.structs.replace(plan, goal=asked))
+
+    assert told(None) is None
+    assert told(step_s) is None
+    words = told(0.8 * step_s)
+    assert f"simulated the step takes {seconds(step_s)}:" in words
+    assert words.endswith(f"such as --step-limit {0.64 * step_s:.3g}s")
+    job = {"background": True, "background_limit": 1.5}
+    assert told(1.5 * step_s, **job) is None
+    words = told(1.2 * step_s, **job)
+    assert f"takes up to {seconds(1.5 * step_s)} with the background job:" in words
+    assert words.endswith(f"such as --step-limit {0.96 * step_s:.3g}s")
+
+
+def test_fewer_devices_are_not_compared_by_pins_of_all(plan):
+    fewer = FewerDevices(1, 0.1)
+    assert fewer_sentence(plan, fewer).endswith("its memory: --ranks 1,8 compares sizes.")
+    goal = msgspec.structs.replace(plan.goal, pins=(Pin(unit="0", only=(Layout(groups=8),)),))
+    pinned = msgspec.structs.replace(plan, goal=goal)
+    assert fewer_sentence(pinned, fewer).endswith("fits in its memory.")
+
+
+def test_no_plan_is_known_to_be_none_though_there_is_a_reason():
+    """Other than a question that could not be asked."""
+    asked = Gain(change="8 devices for 4", before_s=1.0, after_s=None, reason="its pins")
+    unasked = Gain(change="8 devices for 4", before_s=1.0, after_s=None, method="", reason="no")
+    then = list(_gains((asked, unasked), "step", "known").columns[2].cells)
+    assert then == ["no plan found", "not known"]
+
+
+def test_less_than_a_sample_in_a_second_is_no_zero():
+    size = Size(
+        ranks=8, nodes=8, fits=True, step_s=4000.0, speedup=1.0, baseline_fits=True,
+        samples_per_s=0.064, solver="heuristic",
+    )  # fmt: skip
+    table, *_ = sizes_table(Sizes(target="m", batch=256, how="alike", rows=(size,)))
+    assert list(table.columns[4].cells) == ["0.064"]
+    point = FrontPoint(
+        step_s=4000.0, gpu_seconds=4000.0, amplification=1.0, samples_per_s=0.064, speedup=1.0,
+        layouts=("(8,1)",), solver="heuristic", status="heuristic",
+    )  # fmt: skip
+    table, *_ = front_table(Front(
+        target="m", ranks=8, batch=256, single_device_s=9000.0, points=(point,)
+    ))  # fmt: skip
+    assert list(table.columns[3].cells) == ["0.064"]

@@ -24,7 +24,7 @@ REQUIRED = {
 }
 """The rest of a command of each verb; its files are never read, as the options come first."""
 WHOLE, ABOVE_0, FROM_0 = ("abc", "1.5", "0", "-1"), ("abc", "0", "-1", "nan"), ("abc", "-1", "inf")
-SHARE, SIZE, TIME = ("abc", "1.5", "-1"), ("abc", "0", "-1"), ("abc", "0", "-1", "1h")
+SHARE, SIZE, TIME = ("abc", "1.5", "-1"), ("abc", "0", "-1", "1.5"), ("abc", "0", "-1", "1h")
 COUNTS = ("abc", "1,x", "0", "4,-1", "")
 WRONG = {
     ("profile", "--ranks"): WHOLE,
@@ -55,7 +55,7 @@ WRONG = {
     ("plan", "--fragments"): WHOLE,
     ("plan", "--outer-lr"): ABOVE_0,
     ("plan", "--outer-momentum"): SHARE,
-    ("plan", "--slices"): ("abc", "1MiB,", "0"),
+    ("plan", "--slices"): ("abc", "1MiB,", "0", "1MiB,1.5"),
     ("plan", "--time-limit"): ABOVE_0,
     ("plan", "--ranks"): COUNTS,
     ("explain", "--best"): WHOLE,

@@ -9,7 +9,9 @@ from meshwright.executor import cgroups, headroom
 from meshwright.executor.headroom import MemoryShortage, free_bytes, overflowed, refusal
 from meshwright.executor.launch.start import memory_bytes
 from meshwright.models.units.storages import OverBudgetError
+from meshwright.planner.schema.errors import NoRoomError
 from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.local_steps import LocalSteps
 from meshwright.planner.solve.evaluate import make_plan
 
 from tests.strategies import chain_profile, cluster, linear
@@ -146,6 +148,26 @@ def test_a_plan_that_pins_nothing_compares_nothing(plan, monkeypatch):
     hosts, everyone = hosts_of(plan, monkeypatch, 0, [], pinned=())
     assert hosts == []
     assert everyone.told is None
+
+
+def test_all_hosts_that_train_apart_refuse_when_one_rank_has_no_room(plan, monkeypatch):
+    """The other host's rank is short, and this one, with enough, is refused with it."""
+    peaks = 200 * MIB, 100 * MIB
+    prediction = msgspec.structs.replace(plan.prediction, peak_bytes=peaks)
+    whole = msgspec.structs.replace(
+        plan, prediction=prediction, placement=(1, 0),
+        local_steps=LocalSteps(hosts=2, inner_steps=3),
+    )  # fmt: skip
+    everyone, world = Everyone([[200.0 * MIB, 50.0 * MIB]]), SimpleNamespace(rank=0, position=0)
+    run = SimpleNamespace(
+        whole_plan=whole, plan=whole.inside_host, world=world, everyone=everyone,
+        control=Everyone([]),
+    )  # fmt: skip
+    monkeypatch.setattr(headroom, "free_bytes", lambda device: 150 * MIB)
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(NoRoomError, match=r"^rank 1 has 50\.0 MiB .* needs 200\.0 MiB"):
+        headroom.check_headroom(run, model, None)
+    assert everyone.told == [100 * MIB - 8, 150 * MIB]  # besides the model's two numbers
 
 
 @pytest.mark.parametrize(

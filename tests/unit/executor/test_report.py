@@ -1,7 +1,17 @@
 """What the ranks of a script left becomes the report of its run."""
 
-from meshwright.executor.launch.report import RankFigures, report_of_script
+import warnings
+
+import msgspec
+import pytest
+from meshwright.executor.launch.report import (
+    PLAN_VARIABLE,
+    RankFigures,
+    given_plan,
+    report_of_script,
+)
 from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.record import save
 from meshwright.planner.schema.report import Figures
 from meshwright.planner.solve.evaluate import make_plan
 
@@ -22,3 +32,34 @@ def test_the_parts_are_of_the_slowest_rank_so_that_they_add_up():
     assert (found.steps, found.measured) == (8, expected)
     unknown = report_of_script(plan, [left(9, 1.0, 0.2, 0.5, None)])
     assert unknown.measured.peak_bytes is None
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """The plan of a launcher, which has told this rank of it."""
+    plan = make_plan(chain_profile([linear("fc")]), cluster(2), Goal(batch=8))
+    save(plan, tmp_path / "launched.json")
+    monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "launched.json"))
+    monkeypatch.setenv("RANK", "0")
+    return plan
+
+
+def test_the_launchers_plan_is_applied_before_the_scripts(launched, tmp_path, monkeypatch):
+    other = msgspec.structs.replace(launched, target="again")
+    save(other, tmp_path / "other.json")
+    for named in (other, tmp_path / "other.json"):
+        with pytest.warns(UserWarning, match="names another plan than the launched one"):
+            assert given_plan(named) == launched
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert given_plan(launched) == given_plan(None) == launched
+        monkeypatch.setenv("RANK", "1")
+        assert given_plan(other) == launched
+        monkeypatch.delenv(PLAN_VARIABLE)
+        assert given_plan(other) == other
+        assert given_plan(None) is None
+
+
+def test_a_second_models_plan_is_the_scripts(launched):
+    second = msgspec.structs.replace(launched, model="f" * len(launched.model))
+    assert given_plan(second) == second

@@ -2,7 +2,8 @@
 
 import msgspec
 import pytest
-from meshwright.executor.launch.verify import Verification, _kinds
+import torch
+from meshwright.executor.launch.verify import Verification, _compare, _kinds, _Trained
 from meshwright.executor.launch.yardstick import Deviation
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
@@ -22,6 +23,16 @@ def test_units_are_named_by_how_they_are_divided_and_exchanged():
     assert kind("a.weight") == "parameters, data parallel, fully_sharded"
     assert kind("b.weight") == "parameters, column (2,2), sharded"
     assert kind("c.weight") == kind("elsewhere") == "parameters, data parallel"
+
+
+@pytest.mark.parametrize(("off_by", "passed"), [(1e-14j, True), (1e-4j, False), (1e-4, False)])
+def test_complex_numbers_are_compared_as_pairs(off_by, passed):
+    """They are no whole numbers, which must be equal, and both parts count."""
+    plan = make_plan(chain_profile([linear("a")]), cluster(2), Goal(batch=16))
+    value = torch.ones(3, dtype=torch.complex128)
+    ours, theirs = (_Trained([1.0], {"a": v}) for v in (value + off_by, value))
+    found = _compare(ours, theirs, plan, torch.float64, {"a"})
+    assert [d.passed for d in found] == [True, passed]
 
 
 @pytest.mark.parametrize("draws", [None, 8])

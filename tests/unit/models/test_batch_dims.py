@@ -144,6 +144,33 @@ def test_an_example_is_tried_on_its_model(name: str, size: int) -> None:
     assert all(before[k].equal(v) for k, v in given.model.state_dict().items())
 
 
+def same_at_each_step(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    first = torch.ones if dtype is torch.long else torch.randn
+    return first(1, *shape[1:], dtype=dtype).expand(*shape)
+
+
+@pytest.mark.parametrize("fill", [torch.zeros, torch.ones, same_at_each_step])
+def test_equal_values_do_not_hide_what_time_mixes(fill) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 8)
+    assert with_dims(layer, mw.Batch((fill(6, 4, 8),), None)).batch_dims == (1,)
+    tokens = nn.Sequential(nn.Embedding(9, 8), layer)
+    example = mw.Batch((fill(6, 4, dtype=torch.long),), None)
+    found = with_dims(tokens, example)
+    assert found.batch_dims == (1,)
+    assert found.args[0] is example.args[0]
+
+
+def test_an_example_is_tried_as_it_is_where_other_values_are_refused() -> None:
+    class Zeros(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.any():
+                raise ValueError("takes zeros")
+            return super().forward(x.mT)
+
+    example = mw.Batch((torch.zeros(3, 5),), None)
+    assert with_dims(Zeros(3, 4), example).batch_dims == (1,)
+
+
 class Summed(nn.Module):
     """Its output does not tell samples apart."""
 

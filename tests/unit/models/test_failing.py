@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import meshwright as mw
 import pytest
 import torch
 from meshwright.models.failing import failing_module, raised_outside
+from meshwright.models.precision import set_precision
 from meshwright.models.target import try_out
 from meshwright.models.units.trace import record
 from meshwright.profiler.model import profile
@@ -120,6 +122,62 @@ def test_what_a_forward_calls_further_on_counts(monkeypatch, of_class, name, oth
     assert key() == before
     monkeypatch.setattr(Helped if of_class else sys.modules[__name__], name, other)
     assert key() != before
+
+
+def doubled(module, given, made):
+    return 2 * made
+
+
+def tie(workload):
+    workload.model[2].weight = workload.model[1].weight
+
+
+def replace_forward(workload):
+    # Not the last module of its class.
+    workload.model[1].forward = lambda x: F.linear(x, workload.model[1].weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        tie,
+        replace_forward,
+        lambda workload: workload.model[1].register_forward_hook(doubled),
+        lambda workload: workload.model[1].register_buffer("table", torch.ones(10)),
+        lambda workload: workload.model.to(memory_format=torch.channels_last),
+    ],
+)
+def test_a_profile_is_made_anew_where_one_module_does_something_else(change):
+    def key(change=lambda workload: None):
+        made = of(nn.Linear(8, 8), nn.Linear(8, 8), nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 2))
+        change(made)
+        return _profile_key(made, None, torch.device("cpu"))
+
+    before = key()
+    assert key() == before
+    assert key(change) == key(change) != before
+
+
+def test_a_profile_is_made_anew_for_another_argument():
+    def key(texts=("a", "b"), **kwargs):
+        def make(size):
+            batch = make_batch(size)
+            return mw.Batch((*batch.args, list(texts)), batch.target, kwargs)
+
+        return _profile_key(of(make=make), None, torch.device("cpu"))
+
+    keys = [key(), key(flag=True), key(flag=False), key(flag=None), key(other=True)]
+    assert len(set(keys)) == len(keys)
+    assert key(flag=True) == key(flag=True)
+    # Data, which are others in each batch.
+    assert key(texts=("c", "d")) == key()
+
+
+def test_hooks_of_a_precision_that_a_model_has_do_not_count():
+    made = replace(of(), precision="bf16-mixed")
+    before = _profile_key(made, None, torch.device("cpu"))
+    set_precision(made.model, "bf16-mixed")
+    assert _profile_key(made, None, torch.device("cpu")) == before
 
 
 def test_a_cluster_is_probed_anew_over_another_interface(monkeypatch):

@@ -38,6 +38,16 @@ def test_a_lazy_model_gets_its_shapes_and_nothing_else() -> None:
     assert not model.norm.running_mean.any()
 
 
+def test_a_module_with_modes_of_its_own_trains_afterwards() -> None:
+    class Switched(Net):
+        def train(self, mode: bool = True) -> nn.Module:
+            self.evaluates = not mode
+            return super().train(mode)
+
+    model = workload(lazy(Switched())).model
+    assert (model.training, model.evaluates) == (True, False)
+
+
 def test_a_bare_model_too() -> None:
     model = Net()
     from_model(model, torch.randn(4, 6))

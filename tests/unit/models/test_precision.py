@@ -14,8 +14,10 @@ from meshwright.models.precision import (
     forbid_tf32,
     in_precision,
     measured_in,
+    set_precision,
     surrounding_precision,
     tf32_kept,
+    to_type,
 )
 from meshwright.models.target import try_out, workload
 from meshwright.planner.schema.errors import InputError
@@ -75,6 +77,39 @@ def test_the_model_computes_in_it(precision, seen):
     # What is computed from it as well: under autocast a loss is float32.
     assert loss.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Turned(nn.Module):
+    """A layer with complex numbers: weights, and a table of angles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self.layer(x).to(self.weight.real.dtype).reshape(-1, 4, 2)
+        made = torch.view_as_complex(pairs) * self.weight * self.turn
+        return torch.view_as_real(made).flatten(1)
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, torch.float64])
+@pytest.mark.filterwarnings("error")
+def test_complex_numbers_stay_complex(precision):
+    model = Turned()
+    x, before = torch.randn(3, 8), {k: v.clone() for k, v in model.state_dict().items()}
+    y = model(x)
+    if precision is torch.float64:
+        assert to_type(model, precision)(x.double()).dtype is torch.float64
+        assert {t.dtype for t in model.state_dict().values()} == {torch.float64, torch.complex128}
+        return
+    set_precision(model, precision)
+    for name in ("weight", "turn"):
+        assert getattr(model, name).equal(before[name])
+    dtype = getattr(torch, PRECISIONS[precision].parameters)
+    assert model.layer.weight.dtype is dtype
+    torch.testing.assert_close(model(x.to(dtype)), y, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -7,8 +7,16 @@ import threading
 
 import pytest
 import torch
+from meshwright.models import replay
 from meshwright.models import zoo as models
-from meshwright.models.replay import UnitCall, capture, copied, run_modules
+from meshwright.models.replay import (
+    UnitCall,
+    _held_frozen,
+    capture,
+    copied,
+    preserved,
+    run_modules,
+)
 from meshwright.models.splits.check import main_output
 from meshwright.models.units.discover import discover
 from torch import Tensor, nn
@@ -88,3 +96,68 @@ def test_what_cannot_be_copied_is_had_in_common() -> None:
     assert alone[1].settings is not model[1].settings
     assert alone[1].weight is not model[1].weight
     assert torch.equal(alone[1].weight, model[1].weight)
+
+
+class Merging(nn.Linear):
+    """Adds to its weight for evaluation, as some layers of LoRA do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.more, self.merged = nn.Parameter(torch.ones(4, 4)), False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        if mode == self.merged:
+            self.weight.data += -self.more if mode else self.more
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.merged else self.weight + self.more
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def test_modules_go_back_to_training_by_their_own_methods() -> None:
+    model = nn.Sequential(Merging(), nn.Sequential(Merging(), nn.Dropout()))
+    model[1].eval()  # a part that is frozen stays as it is
+    modes = [module.training for module in model.modules()]
+    expected = [p.detach().clone() for p in model.parameters()]
+    with preserved(model):
+        model.eval()
+        assert model[0].merged
+    assert [module.training for module in model.modules()] == modes
+    assert (model[0].merged, model[1][0].merged) == (False, True)
+    for parameter, before in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), before)
+
+
+class Averaging(nn.Module):
+    """Its frozen parts follow the trained one in each forward, each in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.mean = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.target.weight.data = 0.9 * self.target.weight.data + 0.1 * self.online.weight
+            self.target.bias.lerp_(self.online.bias, 0.1)
+            self.mean.data[:] = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.last(self.online(x) - self.target(x) + self.mean)
+
+
+def test_frozen_parameters_that_a_forward_moves_go_back(monkeypatch) -> None:
+    model = Averaging()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with preserved(model):
+        made = model(torch.randn(3, 4))
+        assert not model.target.weight.equal(expected["target.weight"])
+    assert all(value.equal(expected[name]) for name, value in model.state_dict().items())
+    made.sum().backward()
+    # Of a large model that is adapted no copies are made.
+    model.base = nn.Linear(16, 16).requires_grad_(False)
+    assert len(_held_frozen(model)) == 5
+    monkeypatch.setattr(replay, "_FEW_BYTES", 100)
+    assert _held_frozen(model) == []

@@ -168,3 +168,14 @@ def test_eight_bits_are_a_way_of_their_own():
         "--allow-lossy", "--min-fidelity", "0.99", "--forbid=dropped", "--forbid=topk",
     )  # fmt: skip
     assert ways["plan with int8 gradients"].gain > ways["plan with bfloat16 gradients"].gain
+
+
+def test_local_steps_that_do_not_fit_say_so():
+    """Hosts keep a copy of the model and messages besides: with room for the exact plan only."""
+    able = msgspec.structs.replace(CAPABILITY, local_steps=True)
+    goal = make_goal(64, memory_limit_bytes=3 * 2**20)
+    problem = problem_for(profile_of(), cluster(4, inter=1e6), goal, able)
+    ways = by_name(advise(problem, "heuristic"))
+    assert ways["exact plan"].step_s is not None
+    why = ways["plan with local steps"].why
+    assert why == "nothing fits in the memory of a host's ranks then"

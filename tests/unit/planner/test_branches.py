@@ -6,11 +6,14 @@ import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.capability import EVERYTHING, PLAIN
+from meshwright.planner.schema.cluster import Device, Node
 from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.profile import EdgeProfile
-from meshwright.planner.solve.heuristic.branches import regions
+from meshwright.planner.solve.answer import answer, choice
+from meshwright.planner.solve.choices import all_may_have
+from meshwright.planner.solve.heuristic.branches import regions, side_by_side
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 
@@ -102,6 +105,35 @@ def test_a_chain_has_no_regions_and_a_skip_is_none():
     skip = profile(("a", "b"), ("b", "c"), ("a", "c"), seconds={"a": 1e-3, "b": 1e-3, "c": 1e-3})
     for made in (chain, skip):
         assert regions(CostModel(made, cluster(4), Goal(batch=8))) == []
+
+
+@pytest.mark.parametrize(
+    "policy", [{"peers_per_host": 2}, {"early_release": True}, {"exchange": "sharded"}]
+)
+def test_what_moves_gives_up_what_needs_all_ranks(policy):
+    """An exchange by host, and what the executor has only for layouts of all ranks."""
+    capability = msgspec.structs.replace(
+        LAUNCHES, exchange=("dense", "sharded"), early_release=True, by_host=True, priority=True,
+        idle_exchange=("dense",), idle_release=False,
+    )  # fmt: skip
+    hosts = tuple(
+        Node(name=name, devices=(Device(name="cpu", memory_bytes=2**40),) * 2) for name in "ab"
+    )
+    links = cluster(2, 2, inter=1e10, intra=1e12, latency_s=1e-9)
+    links = msgspec.structs.replace(links, nodes=hosts)
+    problem = replace(
+        diamond(optimizer="adam"), capability=capability, cluster=links, schedule="priority"
+    )
+    model = problem.cost_model()
+    start = tuple(
+        o._replace(**policy) if unit.parameters else o
+        for o, unit in zip(model.baseline, problem.profile.units, strict=True)
+    )
+    assert all_may_have(model, start, capability)
+    turns = answer(problem, choice(model, start, "priority"), "heuristic", None, proved=False)
+    found = side_by_side(problem, turns)
+    assert {found.plan.unit(n).layout.first for n in "bc"} == {0, 2}
+    assert capability.refusals(turns.plan) == capability.refusals(found.plan) == ()
 
 
 def test_what_the_executor_cannot_run_is_said():

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from hypothesis import given, settings
+from meshwright.planner.cost.budget import overdrawn
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.explain.why import device_time
 from meshwright.planner.schema.cluster import Interference, StepOverhead
@@ -45,6 +46,13 @@ def test_a_small_model_on_two_devices_by_hand():
     narrow = device_time(evaluation(model, part))
     assert narrow.shares_s == pytest.approx(0.0, abs=1e-12)
     assert narrow.updates_s == pytest.approx(0.0, abs=1e-12)
+
+
+def test_where_units_take_no_time_any_device_seconds_are_over_the_limit():
+    goal = Goal(batch=2, amplification_limit=1.0)
+    model = CostModel(chain_profile([linear("fc", 4, 4, 0.0)]), cluster(2), goal)
+    assert overdrawn(model, model.baseline, 0.0) == 0.0
+    assert overdrawn(model, model.baseline, 1e-6) > 0.0
 
 
 def test_what_communication_slows_is_told_apart():

@@ -226,3 +226,9 @@ def test_a_thousand_units_are_explained_in_seconds():
     # A tenth of it on an idle machine.
     assert time.process_time() - start < 30
     assert [unit.name for unit in found.units] == [unit.name for unit in profile.units]
+
+
+def test_compare_lists_another_precision(case):
+    plan, _, _ = case
+    other = msgspec.structs.replace(plan, precision="bf16")
+    assert compare(plan, other).settings == (("precision", "", "bf16"),)

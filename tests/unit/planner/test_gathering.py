@@ -126,8 +126,9 @@ def limited(problem, bytes_):
     return replace(problem, goal=goal)
 
 
+@pytest.mark.parametrize("either", [False, True])
 @pytest.mark.parametrize("solver", ["heuristic", "integer", "lagrangian"])
-def test_it_is_chosen_where_nothing_else_fits(solver):
+def test_it_is_chosen_where_nothing_else_fits(solver, either):
     problem = replace(problem_of(1e-11), capability=FULLY)
     free = solve(problem, solver)
     assert exchanges(free) == {"dense"}
@@ -146,7 +147,9 @@ def test_it_is_chosen_where_nothing_else_fits(solver):
     assert solve(without_shards(tight, ("fully_sharded",)), solver).plan is None
     # Where units may be offloaded, they may not be gathered: what needs that is planned without.
     kinds = msgspec.structs.replace(FULLY, memory=("keep", "offload"))
-    found = solve(replace(tight, capability=kinds, cluster=with_hosts(tight.cluster)), solver)
+    open_ = replace(tight, any_schedule=either, shard_if_needed=not either)
+    found = solve(replace(open_, capability=kinds, cluster=with_hosts(tight.cluster)), solver)
+    assert found.plan.schedule == "priority"
     assert "fully_sharded" in exchanges(found)
 
 

@@ -124,6 +124,18 @@ def test_the_foreground_is_slowed_beside_a_background_only():
     assert shared.foregrounds[0].slowdown == pytest.approx(1.1)
 
 
+def test_data_parallelism_by_itself_is_as_quick_as_itself():
+    model, _ = burst()
+    spread = msgspec.structs.replace(model.profile, spread=0.2)
+    model = CostModel(spread, WIRES, model.goal)
+    predicted = evaluation(model, model.baseline).prediction
+    job = foreground("fg", model, model.baseline, "barrier", 1.0)
+    job = job._replace(data_parallel_samples_s=predicted.samples_per_s)
+    assert report(simulate_cluster(2, [job])).ratio == pytest.approx(1.0)
+    slowed = foreground("fg", model, model.baseline, "barrier", 1.1)
+    assert slowed.shared.step_s == pytest.approx(1.1 * predicted.step_s)
+
+
 def test_jobs_wait_for_devices_by_priority():
     late = jobs()._replace(name="late", arrival_s=9 * MS, steps=1, priority=2)
     every = [

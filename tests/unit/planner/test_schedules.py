@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.capability import PLAIN
+from meshwright.planner.schema.cluster import Device, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.evaluate import decisions_of, evaluate
 from meshwright.planner.solve.heuristic.heuristic import Heuristic
@@ -91,6 +92,20 @@ def test_gradients_are_released_early_where_nothing_else_fits(either):
     found = solve(replace(ample, goal=goal), "integer")
     assert any(unit.early_release for unit in found.plan.units)
     assert found.plan.schedule == "priority"
+
+
+def test_exchange_by_host_is_looked_at_too():
+    """Where slices gain little by themselves: what is sent takes most of the step."""
+    device = Device(name="cpu", memory_bytes=2**40)
+    nodes = tuple(Node(name=name, devices=(device,) * 4) for name in "ab")
+    links = msgspec.structs.replace(cluster(2, 4, inter=12.5e6), nodes=nodes)
+    capability = msgspec.structs.replace(SHARDS, exchange=("dense",), by_host=True)
+    problem = problem_of(1e-11, cluster=links, capability=capability, any_schedule=True)
+    found = solve(problem, "heuristic")
+    assert found.plan.schedule == "priority"
+    assert {u.peers_per_host for u in found.plan.units if u.parameter_bytes} == {4}
+    barrier = solve(replace(problem, any_schedule=False, schedule="barrier"), "heuristic")
+    assert found.plan.prediction.step_s < 0.7 * barrier.plan.prediction.step_s
 
 
 def test_only_what_exchanges_something_is_sharded():

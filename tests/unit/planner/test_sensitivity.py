@@ -10,9 +10,9 @@ from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.placement import order_cost, place
 from meshwright.planner.explain.front import cheapest_within, front, within
 from meshwright.planner.explain.what_if import gains, quicker_on_fewer, sizes, with_bandwidth
-from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.capability import EVERYTHING, PLAIN
 from meshwright.planner.schema.errors import InputError
-from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.evaluate import make_plan
@@ -197,3 +197,23 @@ def test_fewer_devices_that_are_quicker_are_named():
     assert fewer(1e10, 1e10) is None
     # Nothing of less memory than the model takes is named.
     assert fewer(1e7, 1e10, memory_bytes=2**20) is None
+
+
+def test_other_sizes_have_as_much_memory_of_the_host(problem):
+    nodes = tuple(
+        msgspec.structs.replace(node, host_memory_bytes=2**34) for node in problem.cluster.nodes
+    )
+    known = msgspec.structs.replace(problem.cluster, nodes=nodes)
+    for ranks in (1, 8):
+        assert {node.host_memory_bytes for node in resized(known, ranks).nodes} == {2**34}
+
+
+def test_pins_keep_other_numbers_of_devices_from_a_plan(problem):
+    pin = Pin(unit="u0", only=(Layout(groups=4),))
+    pinned = replace(problem, goal=msgspec.structs.replace(problem.goal, pins=(pin,)))
+    asked = replace(pinned, capability=PLAIN)
+    found = gains(asked, solve(asked, "heuristic"), "heuristic")
+    more, less = found[-1], found[0]
+    assert (more.change, more.after_s) == ("8 devices for 4", None)
+    assert more.reason == "its pins are layouts of 4 ranks"
+    assert less.reason == ""

@@ -11,6 +11,7 @@ from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.errors import InfeasibleError, InputError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
+from meshwright.planner.solve.answer import answer, choice
 from meshwright.planner.solve.choices import all_options
 from meshwright.planner.solve.heuristic import infeasible
 from meshwright.planner.solve.heuristic import least_memory as bounds
@@ -21,7 +22,7 @@ from meshwright.planner.solve.heuristic.resize import resized_problem
 from meshwright.planner.solve.ilp import solver as integer
 from meshwright.planner.solve.ilp.solver import IntegerSolver
 from meshwright.planner.solve.problem import Problem
-from meshwright.planner.solve.solver import Solver, solve, solvers
+from meshwright.planner.solve.solver import Solver, _without_needless_offload, solve, solvers
 from meshwright.profiler.estimate import load_table
 
 from tests.brute import best
@@ -217,6 +218,45 @@ def test_bursts_only_where_the_capability_allows_them(problem):
 
 def test_a_time_limit_still_gives_a_plan(problem):
     assert solve(problem, time_limit_s=1e-6).plan is not None
+
+
+def test_no_time_at_all_is_a_limit_too(problem):
+    seen = []
+    goal = msgspec.structs.replace(problem.goal, micro_batches=(1, 2, 4))
+    case = replace(problem, goal=goal, progress=lambda what, share: seen.append(share))
+    assert solve(case, "heuristic", time_limit_s=0.0).plan is not None
+    assert seen == [0.0]
+
+
+def test_a_plan_without_needless_offload_claims_no_more_than_was_proved(problem):
+    capability = msgspec.structs.replace(PLAIN, memory=("keep", "offload"))
+    device = msgspec.structs.replace(problem.cluster.devices[0], host_bytes_per_s=1e6)
+    nodes = tuple(
+        msgspec.structs.replace(node, devices=(device,)) for node in problem.cluster.nodes
+    )
+    links = msgspec.structs.replace(problem.cluster, nodes=nodes)
+    case = replace(problem, capability=capability, cluster=links).placed()
+
+    class Hasty(Heuristic):
+        """Stops at a plan that offloads where it may, and proves all of another."""
+
+        def solve(self, problem, time_limit_s=None):
+            model, offloads = problem.cost_model(), "offload" in problem.capability.memory
+            memory = "offload" if offloads else "keep"
+            chosen = tuple(
+                o._replace(memory=memory) if unit.parameters else o
+                for o, unit in zip(model.baseline, problem.profile.units, strict=True)
+            )
+            made = choice(model, chosen, problem.schedule)
+            bound_s = 0.1 * made.objective_s if offloads else made.objective_s
+            return answer(problem, made, "heuristic", bound_s, proved=not offloads)
+
+    first = Hasty().solve(case)
+    found = _without_needless_offload(case, Hasty(), lambda: None)
+    assert found.objective_s < first.objective_s
+    claimed = found.plan.provenance
+    assert (claimed.status, claimed.bound_s) == ("feasible", first.bound_s)
+    assert (found.status, found.bound_s, found.gap) == ("feasible", first.bound_s, claimed.gap)
 
 
 @pytest.mark.parametrize("limit", [1, 100])

@@ -4,10 +4,14 @@ import msgspec
 import pytest
 import torch
 from meshwright.models import zoo as models
+from meshwright.models.workload import Batch, Workload
 from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve
+from meshwright.profiler import model as measuring
 from meshwright.profiler.fidelity import RATIOS, Fidelity
 from meshwright.profiler.model import profile
 from torch import nn
@@ -89,6 +93,58 @@ def test_a_profile_says_what_is_kept_and_plans_use_it_only_where_it_counts():
 
     assert lossy(1e6), "communication takes many times the compute"
     assert not lossy(1e13), "bandwidth is ample"
+
+
+def test_it_is_measured_before_units_are_divided(monkeypatch):
+    """Dividing may take all the time that is left."""
+    done = []
+
+    def noted(owner, name):
+        ordinary = getattr(owner, name)
+
+        def call(*args):
+            done.append(name)
+            return ordinary(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(measuring, "measure_fidelity")
+    noted(measuring.ShareMeter, "shares")
+    profile(models.build("mlp"), batches=(2, 4), degrees=(2,), repeats=1, budget_s=60)
+    assert done[0] == "measure_fidelity"
+    assert "shares" in done
+
+
+def test_without_time_it_is_left_out_and_told():
+    with pytest.warns(UserWarning, match="time ran out before it was measured what lossy"):
+        found = profile(models.build("mlp"), batches=(4,), degrees=(2,), repeats=1, budget_s=0)
+    assert not any(unit.fidelity for unit in found.units)
+    goal = Goal(batch=8, allow_lossy=True, min_fidelity=0.9)
+    with pytest.raises(InputError, match=r"as time ran out.*measure fewer batches.*--min-fid"):
+        problem_for(found, cluster(2), goal, EVERYTHING)
+    estimated = msgspec.structs.replace(found, origin="estimated")
+    with pytest.raises(InputError, match=r"as estimates do not know it: measure .* on this"):
+        problem_for(estimated, cluster(2), goal, EVERYTHING)
+
+
+class RootOfZero(nn.Module):
+    def forward(self, x):
+        return x + (0 * x).sqrt()
+
+
+def test_a_gradient_that_is_not_finite_has_no_fidelity():
+    model = nn.Sequential(nn.Linear(8, 8), RootOfZero(), nn.Linear(8, 4))
+
+    def make_batch(size):
+        return Batch((torch.randn(size, 8),), torch.randn(size, 4))
+
+    workload = Workload("root", model, make_batch, nn.functional.mse_loss)
+    with pytest.warns(UserWarning, match=r"gradients of 1 units \('0' first\) are not finite"):
+        found = profile(workload, batches=(4,), degrees=(), repeats=1, budget_s=60)
+    first, second = (u for u in found.units if u.kind == "linear")
+    assert (first.fidelity, first.gradient_energy) == ((), 0.0)
+    assert second.fidelity
+    assert second.gradient_energy > 0
 
 
 def test_complex_gradients_count_like_pairs():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshwright.models.workload import Batch, Workload
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import decode, encode
+from meshwright.profiler.estimate import estimate
 from meshwright.profiler.memory import SavedTensors, measure_footprint
 from meshwright.profiler.model import profile
 from meshwright.profiler.shares import ShareMeter
@@ -104,6 +106,36 @@ def test_every_parameter_counts_once(name: str) -> None:
     assert result.parameter_bytes == sum(p.nbytes for p in model.parameters())
     names = [p.shared for u in result.units for p in u.parameters]
     assert set(names) == {n for n, _ in model.named_parameters()}
+
+
+class WithTables(nn.Module):
+    """Buffers of its own (one under two names, one that is a parameter's memory), and those of a
+    module that has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.tables = nn.Linear(8, 8), nn.Linear(8, 8), nn.Module()
+        self.register_buffer("scale", torch.ones(100_000))
+        self.register_buffer("start", self.scale[:8])
+        self.register_buffer("weight", self.first.weight.detach())
+        self.tables.register_buffer("shift", torch.ones(8))
+        self.first.register_buffer("own", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.start + self.tables.shift)
+
+
+def test_buffers_that_no_unit_has_count_to_the_input() -> None:
+    workload = Workload(
+        "tables", WithTables(), lambda size: Batch((torch.randn(size, 8),), torch.randn(size, 8)),
+        F.mse_loss,
+    )  # fmt: skip
+    result = profile(workload, batches=(2, 4), degrees=(2,), repeats=1, budget_s=2)
+    found = {unit.name: unit.state_bytes for unit in result.units if unit.state_bytes}
+    assert found == {"@input": 4 * (100_000 + 8), "first": 4 * 8}
+    t4s = mw.describe_cluster(device="t4", nodes=2, devices_per_node=1, inter_gbit_s=10)
+    plan = mw.plan(estimate(workload, "t4"), t4s, mw.Goal(batch=8))
+    assert min(plan.prediction.peak_bytes) > 4 * (100_000 + 8)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -373,6 +405,38 @@ def test_a_batch_that_the_model_refuses_is_left_out() -> None:
     with pytest.raises(mw.InputError, match=r"refuses a batch of 1 with ValueError.*--batches"):
         profile(one_pixel(), batches=(1,), budget_s=2.0)
     assert mw.profile(one_pixel(), device="a100-sxm-40gb").batches[0] == 1
+
+
+def of_few_samples(most: int) -> Workload:
+    """A make_batch that cuts its batches off a data set."""
+    x, y = torch.randn(most, 8), torch.zeros(most, dtype=torch.long)
+    return Workload("few", nn.Linear(8, 2), lambda n: Batch((x[:n],), y[:n]), F.cross_entropy)
+
+
+def test_a_batch_shorter_than_asked_for_is_not_measured() -> None:
+    with pytest.warns(UserWarning, match=r"without a batch of 32.*make_batch.* gave 16 samples"):
+        found = profile(of_few_samples(16), batches=(8, 16, 32), budget_s=2.0)
+    assert found.batches == (8, 16)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(8, (4, 8)), (11, (4, 8))])
+def test_where_one_size_is_left_none_that_was_refused_is_tried_again(most, expected) -> None:
+    """Of data for one batch, and of those where twice the size is refused as well."""
+    with pytest.warns(UserWarning, match="measured without a batch of"):
+        found = profile(of_few_samples(most), batches=(8, 16 if most == 8 else 12), budget_s=2.0)
+    assert found.batches == expected
+
+
+def test_where_no_other_size_is_taken_one_is_enough() -> None:
+    def of_eight(output: Tensor, target: Tensor) -> Tensor:
+        if len(target) != 8:
+            raise ValueError("this loss is of eight")
+        return F.cross_entropy(output, target)
+
+    workload = replace(of_few_samples(64), loss=of_eight)
+    with pytest.warns(UserWarning, match=r"without a batch of 12 .*of 16 .*of 4 with ValueError"):
+        found = profile(workload, batches=(8, 12), budget_s=2.0)
+    assert found.batches == (8,)
 
 
 def test_a_loss_that_is_a_sum_is_told_before_training():

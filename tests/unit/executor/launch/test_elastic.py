@@ -22,6 +22,7 @@ from meshwright.planner.cost.device_kinds import slowed, with_profiles
 from meshwright.planner.schema.errors import NoRoomError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.local_steps import LocalSteps
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import decode, load
 from meshwright.planner.schema.text import size
@@ -278,6 +279,18 @@ def test_the_goal_and_the_schedule_stay():
     assert replanner.plan_for((0, 2)) is made
     assert replanner.plan_for((1,)).world_size == 1
     assert not any(unit.early_release for unit in made.units)
+
+
+@pytest.mark.parametrize("apart", [None, LocalSteps(hosts=3, inner_steps=4)])
+def test_hosts_train_apart_only_where_they_did_before(apart):
+    """On a link so slow that a plan with local steps is much the quickest."""
+    (link,) = CLUSTER.levels
+    slow = msgspec.structs.replace(link, bytes_per_s=1e7)
+    cluster = msgspec.structs.replace(CLUSTER, levels=(slow,))
+    goal = msgspec.structs.replace(PLAN.goal, allow_local_steps=True, fragments=2)
+    plan = msgspec.structs.replace(PLAN, goal=goal, local_steps=apart)
+    made = Replanner(plan, PROFILE, cluster).plan_for((0, 2))
+    assert (made.local_steps is None) == (apart is None)
 
 
 def test_hosts_of_unequal_speed_have_their_own_shares_wherever_they_are():

@@ -100,10 +100,22 @@ def test_where_hosts_meet(given, meant):
     assert Hosts(("a",), rendezvous=given).meeting == meant
 
 
-@pytest.mark.parametrize("given", ["", "29500", "a:", "a:b", "a:70000", "a b:1", "$(x):1", "-a:1"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "", "29500", "a:", "a:b", "a:70000", "a b:1", "$(x):1", "-a:1", "root@a:1",
+        "[fe80::1%eth0]:1",
+    ],
+)  # fmt: skip
 def test_where_hosts_cannot_meet(given):
     with pytest.raises(InputError, match="is no address: give HOST:PORT"):
         Hosts(("a",), rendezvous=given)
+
+
+@pytest.mark.parametrize("given", ["root@10.0.0.1:29500", "[fe80::1%eth0]:29500"])
+def test_what_ssh_takes_and_torch_does_not_is_no_rendezvous(given):
+    with pytest.raises(InputError, match="is no address for 2 hosts: give HOST:PORT"):
+        Ranks(nproc=1, nodes=2, rendezvous=given)
 
 
 def test_what_hosts_are_told_of_the_environment(monkeypatch):

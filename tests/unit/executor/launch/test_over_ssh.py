@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from meshwright import Hosts, InputError, RunError
-from meshwright.executor.launch.hosts.over_ssh import launch_over_ssh, meeting_peer
+from meshwright.executor.launch.hosts.over_ssh import launch_over_ssh, meeting_peer, signals_raised
 from meshwright.executor.launch.hosts.protocol import HostWork, RendezvousAddress
 from meshwright.executor.launch.hosts.serve import meeting_place
 from meshwright.executor.launch.hosts.ssh import ssh_command
@@ -113,6 +114,7 @@ def test_ssh_is_asked_no_question_and_given_one_command(ssh, tmp_path, monkeypat
         ),
         ("No module named 'torch'", 1, "host b: No module named 'torch'; install"),
         ("Segmentation fault", 139, "host b ended before it began: Segmentation fault"),
+        ("This account is closed.", 0, "host b ended before it began: This account is closed."),
     ],
 )  # fmt: skip
 def test_a_host_that_is_not_to_be_had_is_named(ssh, words, code, sentence):
@@ -217,6 +219,22 @@ def test_hosts_hear_that_the_launcher_is_there(ssh, monkeypatch):
     launched()
 
 
+def test_hosts_hear_so_while_a_terminal_does_not_read(ssh, tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh.HEARTBEAT_S", 0.1)
+    heard = tmp_path / "heard"
+
+    class Stopped(io.StringIO):
+        def write(self, text: str) -> int:
+            assert wait_until(heard.exists, 10)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Stopped())
+    wait = "assert [next(sys.stdin) for _ in range(3)] == ['alive\\n'] * 3\n"
+    behave_as_host(ssh, "a", f"begin()\nprint('x', flush=True)\n{wait}Path({str(heard)!r}).touch()")
+    behave_as_host(ssh, "b", "begin()\n")
+    launched()
+
+
 @pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
@@ -246,6 +264,16 @@ def test_signals_are_passed_on(ssh, tmp_path, number, error):
     assert signal.getsignal(signal.SIGTERM) == before
     assert {p.read_text() for p in tmp_path.glob("got-*")} == {str(int(number))}
     assert not alive(ssh)
+
+
+def test_a_hang_up_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_raised():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_where_host_0_looks_for_its_address():

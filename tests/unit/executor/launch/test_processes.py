@@ -34,6 +34,30 @@ def test_hosts_that_do_not_meet_are_a_sentence(tmp_path, monkeypatch):
         run_ranks(["-m", "this"], Ranks(nproc=1, nodes=2, rendezvous=address), tmp_path)
 
 
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_run_outlives_a_hang_up_under_nohup_only(tmp_path, ignored):
+    script = tmp_path / "script.py"
+    script.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGHUP)\n")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        if ignored:
+            run_ranks([str(script)], Ranks(nproc=1), tmp_path / "run")
+        else:
+            script.write_text(script.read_text() + "import time\ntime.sleep(60)\n")
+            with pytest.raises(SystemExit, match=str(128 + signal.SIGHUP)):
+                run_ranks([str(script)], Ranks(nproc=1), tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_limit_is_named_as_it_was_given(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    ranks = Ranks(nproc=1, timeout_s=0.1, limit_s=20.0)
+    with pytest.raises(RunError, match="after its limit of 20 s: allow more time"):
+        run_ranks([str(script)], ranks, tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("asked", "nodes", "counts"),
     [(None, 2, (4, 4)), (4, 2, (4, 4)), ((4,), 2, (4, 4)), ((5, 3), 2, (5, 3)), (None, 1, (8,))],
@@ -71,6 +95,19 @@ def test_ranks_of_several_hosts_are_told_the_interface(monkeypatch, nodes, own, 
     with processes._environment(Ranks(nproc=1, nodes=nodes, rendezvous="127.0.0.9:1")):
         assert os.environ.get("GLOO_SOCKET_IFNAME") == told
     assert os.environ.get("GLOO_SOCKET_IFNAME") == own
+
+
+@pytest.mark.skipif("lo" not in dict(map(reversed, socket.if_nameindex())), reason="asks Linux")
+@pytest.mark.parametrize(("way_out", "chosen"), [("10.0.0.5", "eth7"), (None, None)])
+def test_hosts_do_not_meet_at_the_loopback_that_a_name_stands_for(monkeypatch, way_out, chosen):
+    ways = {"node0": "127.0.0.1", "127.0.1.1": "127.0.0.1"}
+    addresses = {"lo": "127.0.0.1", "eth7": "10.0.0.5"}
+    monkeypatch.setattr(start, "address_towards", lambda host: ways.get(host, way_out))
+    monkeypatch.setattr(start, "_address_of", addresses.get)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(addresses)))
+    assert start.interface_for_gloo("node0", several=True) == chosen
+    assert start.interface_for_gloo("node0") == "lo"
+    assert start.interface_for_gloo("127.0.1.1", several=True) == "lo"
 
 
 def test_more_hosts_than_ranks_are_refused():

@@ -86,6 +86,7 @@ def test_a_run_that_has_lost_a_rank_is_started_again(tmp_path):
     left = [ranks.timeout_s for ranks, _ in attempts.given]
     assert left == sorted(left, reverse=True)
     assert left[2] < left[0] == 100.0
+    assert [ranks.limit_s for ranks, _ in attempts.given] == [100.0] * 3
 
 
 def test_from_a_checkpoint_nothing_is_said_of_beginning_anew(tmp_path):
