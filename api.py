@@ -747,11 +747,12 @@ def auto_parallelize(
     """Plans how to train ``model`` on the ranks there are, and makes it so; collective.
 
     Starts the process group from torchrun's environment if there is none; without torchrun this
-    process is the only rank. ``plan`` (or the file that the launcher names in ``MESHWRIGHT_PLAN``)
-    is applied as it is, and rank 0 warns of what is asked for beside it and it was not made for.
-    Else rank 0 profiles the model, all ranks measure their links, and rank 0 plans for all; what
-    was measured is kept on disk and found again by its fingerprint. Where some rank has less memory
-    free than that plan needs, rank 0 plans again within what it has.
+    process is the only rank. ``plan`` is applied as it is, and rank 0 warns of what is asked for
+    beside it and it was not made for; the file that the launcher names in ``MESHWRIGHT_PLAN`` goes
+    before another one for the same model. Else rank 0 profiles the model, all ranks measure their
+    links, and rank 0 plans for all; what was measured is kept on disk and found again by its
+    fingerprint. Where some rank has less memory free than that plan needs, rank 0 plans again
+    within what it has.
 
     ``example_inputs``: a tensor, a tuple of arguments, a mapping of keyword arguments or a
     ``Batch``, a few samples of what a rank will feed. Not needed for a ``Workload`` or a model with
