@@ -67,9 +67,10 @@ def shard(
 
 
 def _with_channels(param: GradParam, world: World, watch: Watchdog) -> GradParam | None:
-    """None where it has nobody to share with, does not lie in one piece, or is a single number:
-    its state could not be told from a count of steps."""
-    if param.full_numel == 1:
+    """None where it has nobody to share with, does not lie in one piece, or has no dims: its state
+    could not be told from a count of steps."""
+    # Of what is elsewhere a rank knows the size alone, and all must decide alike.
+    if param.full_numel == 1 and (param.layout is not None or param.parameter.ndim == 0):
         return None
     if param.layout is not None and param.idle:  # its peers share it
         return param if param.layout.groups > 1 else None

@@ -401,7 +401,7 @@ def test_positions_in_data_of_other_ranks_are_refused(ranks, tmp_path: Path):
     assert "has the data's positions of 2 ranks, each its own, and this run has 1" in outcome.error
 
 
-def best_beside_latest(rank: int, folder: str) -> list[list[int]]:
+def best_beside_latest(rank: int, folder: str) -> None:
     """Two folders of one training, saved to at once, and one folder by two."""
     chosen = PLANS["sharded"](2)
     trained = Trained(rank, chosen, f"{folder}/latest", seed=1, every=1)
@@ -412,10 +412,10 @@ def best_beside_latest(rank: int, folder: str) -> list[list[int]]:
         best.save(trained.ckpt._steps)
     trained.ckpt.close()
     best.close()
-    return [steps_in(Path(folder) / name) for name in ("latest", "best")]
 
 
 def test_two_checkpoints_of_one_training_are_written_in_turn(ranks, tmp_path: Path):
-    for latest, best in ranks(2)(best_beside_latest, str(tmp_path)):
-        assert latest[0] == 6
-        assert best == [6]
+    ranks(2)(best_beside_latest, str(tmp_path))
+    # When all ranks are done: rank 0 takes older ones away, and another may be done before it.
+    assert steps_in(tmp_path / "latest")[0] == 6
+    assert steps_in(tmp_path / "best") == [6]
