@@ -65,7 +65,7 @@ class KeptResults:
             known = self._old.get(id(leaf))
             return leaf if known and known() is leaf else scale(materialize(leaf))
 
-        done: dict[int, Any] = {}
+        done: set[int] = set()
         for module, name in self._places:
             attributes = vars(module)
             if name in attributes:
@@ -74,15 +74,16 @@ class KeptResults:
         self._old = _weakly(self._places)
 
 
-def _changed(value: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+def _changed(value: Any, change: Callable[[Any], Any], done: set[int]) -> Any:
     """``value`` with its leaves changed. Lists and dicts stay the same objects, which other modules
-    or the training loop may hold as well; those that are ``done`` are not changed again."""
+    or the training loop may hold as well; those that are ``done``, by identity, are not changed
+    again."""
 
     def inside(one: Any) -> Any:
         if not isinstance(one, _SHARED):
             return change(one)
         if id(one) not in done:
-            done[id(one)] = one
+            done.add(id(one))
             for key, held in enumerate(one) if isinstance(one, list) else list(one.items()):
                 one[key] = _changed(held, change, done)
         return one

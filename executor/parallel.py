@@ -109,9 +109,8 @@ class ParallelModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A plain copy that no plan looks after: a moving average of the weights, say."""
         run = self.__dict__.get(_RUN)
-        if (
-            run is not None and run.shards
-        ):  # a copy would have this rank's slices and no way to the others'
+        # A copy of divided parameters would have this rank's slices and no way to the others'.
+        if run is not None and run.shards:
             raise InputError(
                 "a model whose parameters are divided over ranks cannot be copied: build it anew "
                 "and load full_state_dict into it"

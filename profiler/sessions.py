@@ -544,15 +544,14 @@ def profile_for(
         chosen, where = _tried(target, precision), local_device()
         if ranks > 1 and where.type == "cpu" and isinstance(target, str):
             return _on_ranks(target, batches, ranks, chosen.precision, refresh=False)
-        key = _profile_key(chosen, batches, where)
-        known = cache.get(ModelProfile, key)
-        if known is None:
-            room = room_bytes(where)
-            known = profile_model(
-                chosen, batches=batches, device=where, progress=progress, room_bytes=room
-            )
-            cache.put(known, key)
-        return known
+
+        def measured() -> ModelProfile:
+            return profile_model(
+                chosen, batches=batches, device=where, progress=progress,
+                room_bytes=room_bytes(where),
+            )  # fmt: skip
+
+        return _kept(_profile_key(chosen, batches, where), measured)
     if len(names) > 1 and names <= set(catalogued()):
         return _estimated_for_each(target, cluster, precision)
     if len(names) > 1:
@@ -579,9 +578,14 @@ def _known_estimate(target: str | Workload, precision: str | None, device: str) 
         )
     except Exception:  # a model or a batch that cannot be: estimating says what of it
         return _estimated(chosen, target, precision, device)
+    return _kept(key, lambda: _estimated(chosen, target, precision, device))
+
+
+def _kept(key: str, make: Callable[[], ModelProfile]) -> ModelProfile:
+    """The profile in this process's cache, else made and put there."""
     known = cache.get(ModelProfile, key)
     if known is None:
-        known = _estimated(chosen, target, precision, device)
+        known = make()
         cache.put(known, key)
     return known
 

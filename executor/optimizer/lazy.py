@@ -189,6 +189,8 @@ class LazySteps:
     def _frozen(self, exchange: PriorityExchange) -> list[nn.Parameter]:
         """Parameters whose state ranks share, that were frozen and kept their gradients: no group
         has them any more, and optimizers go on to update them."""
+        if not self._sharded:
+            return []
         exchanged = {param.parameter for param in exchange.group_of}
         return [p for p in self._sharded if p.grad is not None and p not in exchanged]
 

@@ -62,6 +62,18 @@ def sharded(policy: Any, *names: str) -> Plan:
         return plan(2, units, message_bytes=300)
 
 
+Trained = tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]
+"""A model, its optimizer and a batch for it."""
+
+
+def train(*several: Trained) -> None:
+    """A step of each."""
+    for model, optimizer, (inputs, target) in several:
+        F.cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def equal(model: nn.Module, alone: nn.Module) -> None:
     expected = alone.state_dict()
     for name, found in full_state_dict(model).items():
@@ -190,13 +202,7 @@ def clamps(rank: int, schedule: str) -> None:
     apply(model, optimizer, whole(schedule), timeout_s=20)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # marks the step as its own
     for seed in range(3):
-        for used, step_of, part in (
-            (model, optimizer, share(rank, seed)),
-            (alone, other, batch(seed)),
-        ):
-            F.cross_entropy(used(part[0]), part[1]).backward()
-            step_of.step()
-            step_of.zero_grad()
+        train((model, optimizer, share(rank, seed)), (alone, other, batch(seed)))
         equal(model, alone)
     assert max(float(p.detach().abs().max()) for p in model.parameters()) <= 0.05
 
@@ -212,16 +218,12 @@ def loads_one_process(rank: int) -> None:
     made = [net() for _ in range(2)]
     alone, model = made
     other, optimizer = (torch.optim.Adam(m.parameters(), lr=0.1) for m in made)
-    F.cross_entropy(alone(batch(0)[0]), batch(0)[1]).backward()
-    other.step()
-    other.zero_grad()
+    train((alone, other, batch(0)))
     divided = plan(2, [unit("0", 2, "column", 2), unit("2", 2, "row", 2)], message_bytes=200)
     apply(model, optimizer, divided, timeout_s=20)
     model.load_state_dict(alone.state_dict())
     optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-    for used, step, part in ((model, optimizer, share(rank, 1)), (alone, other, batch(1))):
-        F.cross_entropy(used(part[0]), part[1]).backward()
-        step.step()
+    train((model, optimizer, share(rank, 1)), (alone, other, batch(1)))
     equal(model, alone)
 
 
@@ -251,13 +253,7 @@ def resumes_one_number(rank: int, policy: str) -> None:
             state = copy.deepcopy(full_optimizer_state_dict(model, optimizer))
             load_full_optimizer_state_dict(again, later, state)
             model, optimizer = again, later
-        for used, step, part in (
-            (model, optimizer, share(rank, seed)),
-            (alone, other, batch(seed)),
-        ):
-            F.cross_entropy(used(part[0]), part[1]).backward()
-            step.step()
-            step.zero_grad()
+        train((model, optimizer, share(rank, seed)), (alone, other, batch(seed)))
     equal(model, alone)
 
 
