@@ -78,10 +78,10 @@ def solved(problems: dict[str, Problem]) -> dict[str, Plan]:
     return {name: rank_zero_decides(partial(planned, each)) for name, each in problems.items()}
 
 
-def in_turns(model: str, plans: dict[str, Plan]) -> dict[str, list[float]]:
+def in_turns(model: str, plans: dict[str, Plan], turns: int = TURNS) -> dict[str, list[float]]:
     """The seconds of steps under each plan, trained in turns. Collective."""
     taken: dict[str, list[float]] = {name: [] for name in plans}
-    for _ in range(TURNS):
+    for _ in range(turns):
         for name, plan in plans.items():
             steps = int(TURN_S / plan.prediction.step_s)
             torch.manual_seed(0)
@@ -106,12 +106,12 @@ def rows_of(model: str, goal: Goal, clusters: dict[str, Cluster]) -> list[dict[s
     ]  # fmt: skip
 
 
-def slow_row(model: str, goal: Goal, cluster: Cluster) -> dict[str, Any]:
+def slow_row(model: str, goal: Goal, cluster: Cluster, turns: int) -> dict[str, Any]:
     """Plans with planned and with even shares of the batch, trained in turns. Collective."""
     profile = measured(model, goal)
     problem = problem_for(profile, cluster, goal, CAPABILITY)
     plans = solved({"planned": problem, "even": replace(problem, even=True)})
-    taken = {name: median(each) for name, each in in_turns(model, plans).items()}
+    taken = {name: median(each) for name, each in in_turns(model, plans, turns).items()}
     size = profile.batches[-1]
     assert profile.step is not None
     steps = {t.nodes[0]: t.step(size) for t in profile.node_times if t.step is not None}
@@ -126,13 +126,13 @@ def slow_row(model: str, goal: Goal, cluster: Cluster) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def unequal_speed(share: float, models: Sequence[str]) -> None:
+def unequal_speed(share: float, models: Sequence[str], turns: int, known_links: bool) -> None:
     """Shares of the batch by the speed of two hosts, of which one has ``share`` of its core."""
     if not joined(2, mbit_s=SLOW_MBIT_S, slow={1: share}):
         return
-    cluster = cluster_of_ranks(CPU, refresh=True)
+    cluster = cluster_of_ranks(CPU, refresh=not known_links)
     rows = [
-        slow_row(model, Goal(batch=batch, optimizer=optimizer), cluster)  # type: ignore[arg-type]
+        slow_row(model, Goal(batch=batch, optimizer=optimizer), cluster, turns)  # type: ignore[arg-type]
         for model, batch, optimizer in SLOW_MODELS
         if model in models
     ]
@@ -158,9 +158,11 @@ def main() -> None:
     parser.add_argument("--slow", type=float, help="the second of two hosts gets this of its core")
     names = [model for model, *_ in SLOW_MODELS]
     parser.add_argument("--models", nargs="+", choices=names, default=names, help="with --slow")
+    parser.add_argument("--turns", type=int, default=TURNS, help="with --slow")
+    parser.add_argument("--known-links", action="store_true", help="with --slow: as probed before")
     given = parser.parse_args()
     if given.slow is not None:
-        unequal_speed(given.slow, given.models)
+        unequal_speed(given.slow, given.models, given.turns, given.known_links)
         return
     mbit = given.mbit
     if not joined(len(mbit), mbit_s=mbit):
