@@ -45,7 +45,7 @@ from .headroom import check_headroom, check_optimizer_state, watch_memory
 from .memory.install import check_memory, install_memory
 from .optimizer import kinds as optimizers
 from .optimizer.lazy import releases_not
-from .optimizer.state import slice_state
+from .optimizer.state import mark_state, slice_state
 from .parallel import ModelT, adopt, is_parallel, planned_parameter
 from .redistribution.boundary import leaves_to_other_division
 from .redistribution.shard_gradient import Members
@@ -123,6 +123,8 @@ def _apply(
     watch_memory(run, model, optimizer)
     if optimizer is not None:
         run.make_lazy(optimizer)
+        if shards.parameters or run.flat_shards:
+            mark_state(optimizer)
     if local is not None and optimizer is not None:
         run.train_apart(local, optimizer)
     if dist.get_world_size() > 1:

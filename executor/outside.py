@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..models.units.kept import has_graph, kept_results
 from ..planner.schema.errors import InputError
-from .comm.steps import after_each_step, parameters_of
+from .comm.steps import after_each_step, before_each_step, parameters_of
 from .gradients.pending import PARAM_METADATA, PendingParam, resume, suspend
 from .redistribution.lazy import LazyRedistributed, materialize
 
@@ -238,6 +238,35 @@ class LateParameters:
                     "exchanges no gradient of it: give the model all of its parameters before "
                     "auto_parallelize, and load values without load_state_dict(assign=True)"
                 )
+
+
+def check_steps(
+    model: nn.Module, optimizer: Optimizer | None, reference: weakref.ref[Run], *, tell: bool
+) -> None:
+    """From now on no optimizer updates the model's parameters while the backward runs whose
+    gradients ranks will average, and what ``optimizer`` gets to update besides is told of as by
+    ``watch_others``. The run is referred to weakly: an optimizer may be there for longer."""
+    model_of = weakref.ref(model)
+    given = weakref.ref(optimizer) if optimizer is not None else lambda: None
+    groups = len(optimizer.param_groups) if optimizer is not None else 0
+
+    def begins(used: Optimizer) -> None:
+        nonlocal groups
+        run, planned = reference(), model_of()
+        if run is None or planned is None:
+            return
+        if run.gradients.averages_now:
+            raise InputError(
+                f"this {type(used).__name__} steps while backward runs, before its gradients are "
+                "averaged over ranks, whose parameters would become different: step after "
+                "backward, and give the optimizer to auto_parallelize, whose plan may then update "
+                "parameters in backward by itself (early release)"
+            )
+        if used is given() and len(used.param_groups) > groups:
+            groups = len(used.param_groups)
+            watch_others(planned, used, tell=tell)
+
+    before_each_step(model.parameters(), optimizer, begins)
 
 
 def tell_of_unexchanged_gradients(optimizer: Optimizer, reference: weakref.ref[Run]) -> None:

@@ -3,10 +3,11 @@
 import copy
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame  # torch has no public name for it
 from torch.optim import Optimizer
@@ -106,6 +107,21 @@ class ParallelModule(nn.Module):
         finally:
             run.synchronise = before
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What ``to``, ``half`` and ``bfloat16`` convert by: other types than what ranks exchange
+        are refused."""
+        run = self.__dict__.get(_RUN)
+        if run is not None and run.world.size > 1:
+            for dtype in {parameter.dtype for parameter in self.parameters()}:
+                made = fn(torch.empty(1, dtype=dtype)).dtype
+                if made != dtype:
+                    raise InputError(
+                        f"this model has a plan, by which ranks exchange its {_named(dtype)} "
+                        f"parameters, and cannot become {_named(made)}: convert it before "
+                        "auto_parallelize, or let that do so (precision='bf16')"
+                    )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A plain copy that no plan looks after: a moving average of the weights, say."""
         run = self.__dict__.get(_RUN)
@@ -149,6 +165,10 @@ def adopt(model: ModelT, run: Run) -> None:
     for parameter in model.parameters():
         _runs_of[parameter] = weakref.ref(run)
     _set_latest(run)
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def planned_parameter(model: nn.Module) -> str | None:

@@ -44,6 +44,7 @@ from .outside import (
     Guard,
     KeptResults,
     LateParameters,
+    check_steps,
     tell_of_unexchanged_gradients,
     watch_others,
 )
@@ -239,6 +240,7 @@ class Run:
         """From now on it is told of parameters and gradients that nobody exchanges."""
         first = self.watch.rank == 0  # it warns for all
         watch_others(model, optimizer, tell=first)
+        check_steps(model, optimizer, weakref.ref(self), tell=first)
         self.late_parameters = LateParameters(model.parameters())
         if optimizer is not None and first:
             tell_of_unexchanged_gradients(optimizer, weakref.ref(self))

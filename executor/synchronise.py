@@ -127,6 +127,11 @@ class GradientSynchroniser:
         Variable._execution_engine.queue_callback(self._finish)
 
     @property
+    def averages_now(self) -> bool:
+        """Whether a backward runs whose gradients ranks average."""
+        return self._active and self._synchronise
+
+    @property
     def unexchanged(self) -> bool:
         """Whether backwards were left unexchanged (``no_sync``), and none has exchanged since."""
         return self._backwards > 0

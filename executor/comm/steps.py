@@ -1,18 +1,58 @@
-"""What an optimizer holds, and being told of the end of its steps."""
+"""What an optimizer holds, and being told of the beginning and the end of its steps."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 def parameters_of(optimizer: Optimizer | None) -> set[nn.Parameter]:
     """The parameters that an optimizer updates; none without one."""
     groups = optimizer.param_groups if optimizer is not None else []
     return {p for group in groups for p in group["params"]}
+
+
+def before_each_step(
+    parameters: Iterable[nn.Parameter],
+    optimizer: Optimizer | None,
+    begins: Callable[[Optimizer], None],
+) -> None:
+    """Calls ``begins`` before each of the user's steps: of ``optimizer``, and of any other that has
+    some of ``parameters``."""
+    if optimizer is not None:
+        own = optimizer.step
+
+        def step(used: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            begins(used)
+            return own(*args, **kwargs)
+
+        replace_step(optimizer, step)
+    mine = {id(p) for p in parameters}
+    given = weakref.ref(optimizer) if optimizer is not None else lambda: None
+
+    def hook(used: Optimizer, args: Any, kwargs: Any) -> None:
+        if used is given() or is_view(used):
+            return
+        if any(id(p) in mine for group in used.param_groups for p in group["params"]):
+            begins(used)
+
+    register_optimizer_step_pre_hook(hook)
+
+
+VIEW = "_meshwright_view"
+"""The attribute of an object that stands for an optimizer in a part of its step."""
+
+
+def is_view(optimizer: Optimizer) -> bool:
+    """Whether its steps are parts of another's."""
+    return VIEW in vars(optimizer)
 
 
 def after_each_step(

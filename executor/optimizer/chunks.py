@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm.steps import parameters_of
+from ..comm.steps import VIEW, parameters_of
 
 Groups = list[dict[str, Any]]
 StepOn = Callable[[Groups, dict[Any, Any]], None]
@@ -36,7 +36,7 @@ def has_main_weights(parameter: Tensor) -> bool:
 
 def own_step(optimizer: Optimizer) -> StepOn:
     """The step of its class, whatever now stands in its place on the object."""
-    attributes = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
+    attributes = {k: v for k, v in optimizer.__dict__.items() if k != "step"} | {VIEW: True}
 
     def step_on(groups: Groups, state: dict[Any, Any]) -> None:
         if not any(group["params"] for group in groups):

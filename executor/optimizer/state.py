@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...planner.schema.errors import InputError
@@ -16,6 +17,30 @@ from ..comm.watchdog import Watchdog
 from ..gradients.flat_shard import FlatShardSpec
 from ..redistribution.shards import Shard
 from .chunks import has_main_weights
+
+_SAVED_BY = "meshwright_rank"
+"""The key of an optimizer's saved state that says which rank's part it is, and of how many."""
+
+
+def mark_state(optimizer: torch.optim.Optimizer) -> None:
+    """From now on what the optimizer saves says whose part it is, and no other rank loads it: the
+    parts of ranks are of one shape, so that nothing else would tell them apart."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def mark(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        state[_SAVED_BY] = (rank, ranks)
+
+    def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        saved, count = state.get(_SAVED_BY, (rank, ranks))
+        if (saved, count) != (rank, ranks):
+            raise InputError(
+                f"this optimizer state is the part of rank {saved} of {count}, and is loaded on "
+                f"rank {rank} of {ranks}: load on each rank what it has saved itself, or what "
+                "full_optimizer_state_dict returned, which any number of ranks may load"
+            )
+
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_load_state_dict_pre_hook(check)
 
 
 def slice_state(optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Shard]) -> None:
@@ -84,6 +109,7 @@ def gather_optimizer_state(
     """``optimizer.state_dict()`` with the state of divided parameters, and of those that ranks
     update in chunks, whole. Collective."""
     gathered: dict[str, Any] = optimizer.state_dict()
+    gathered.pop(_SAVED_BY, None)
     whole = dict(gathered["state"])
     for index, parameter in _numbered(optimizer).items():
         if index not in whole:

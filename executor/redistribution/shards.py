@@ -86,6 +86,10 @@ class LocalShard(LocalTensor):
 NOWHERE = -1
 
 
+# The attribute of a DTensor in a ``state_dict`` that says which member's slice it holds.
+_MEMBER = "_meshwright_member"
+
+
 class LocalPart(LocalTensor):
     """A part of this rank's slice, in a ``state_dict``, which others than members share."""
 
@@ -130,10 +134,13 @@ class Shard:
         assert handle is not None
         mesh = DeviceMesh.from_group(handle, local.device.type)
         # Unchecked, as a check communicates; with shape and stride, as slices may be uneven.
-        return DTensor.from_local(
+        described = DTensor.from_local(
             local, mesh, [placement], run_check=False,
             shape=self.full_shape, stride=self.full_stride,
         )  # fmt: skip
+        # A DTensor that one rank alone has saved says nothing of whose slice it holds.
+        described.__dict__[_MEMBER] = self.group.member
+        return described
 
     def _placement(self) -> Placement | None:
         """How DTensor would call this division, None where it has no word for it."""
@@ -154,6 +161,7 @@ class Shard:
     def accept(self, value: Tensor) -> Tensor:
         """The slice out of what a ``state_dict`` offers: the whole, or the same slice."""
         if is_dtensor(value):
+            self._check_member(value)
             same = value.placements == (self._placement(),) and value.shape == self.full_shape
             if same and value.device_mesh.mesh.tolist() == list(self.group.ranks):
                 return value.to_local()
@@ -165,6 +173,16 @@ class Shard:
                 )
             return value.as_subclass(Tensor)
         return self.take(value)
+
+    def _check_member(self, value: Any) -> None:
+        ranks = value.device_mesh.mesh.tolist()
+        saved, rank = value.__dict__.get(_MEMBER), self.group.ranks[self.group.member]
+        if saved is not None and ranks[saved] != rank:
+            raise InputError(
+                f"{self.names[0]!r} is the slice of rank {ranks[saved]}, and is loaded on rank "
+                f"{rank}: load on each rank what it has saved itself, or what full_state_dict "
+                "returned"
+            )
 
     def gather(self, local: Tensor, watch: Watchdog) -> Tensor:
         """The whole, on every member. Collective over the group."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
+from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
 
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import (
     full_optimizer_state_dict,
@@ -213,6 +216,50 @@ def test_a_step_that_was_given_to_the_optimizer_is_made(ranks, schedule):
     ranks(2)(clamps, schedule)
 
 
+def steps_in_backward(rank: int, schedule: str, whose: str) -> None:
+    model = net()
+    optimizer = sgd(model)
+    apply(model, optimizer, whole(schedule), timeout_s=20)
+    inputs, target = share(rank, 0)
+    train((model, optimizer, (inputs, target)))
+    parameter: Any = model[2].weight
+    used = optimizer if whose == "given" else torch.optim.SGD([parameter], lr=0.1)
+    hook = parameter.register_post_accumulate_grad_hook(lambda _: used.step())
+    with pytest.raises(InputError, match="SGD steps while backward runs, before its gradients"):
+        F.cross_entropy(model(inputs), target).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    train((model, optimizer, (inputs, target)))
+
+
+@pytest.mark.parametrize("whose", ["given", "another"])
+@pytest.mark.parametrize("schedule", ["barrier", "priority"])
+def test_steps_inside_backward_are_refused(ranks, schedule, whose):
+    ranks(2)(steps_in_backward, schedule, whose)
+
+
+def gets_groups(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    apply(model, optimizer, whole(), timeout_s=20)
+    train((model, optimizer, share(rank, 0)))
+    scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    optimizer.add_param_group({"params": [scale]})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(2):
+            inputs, target = share(rank, seed)
+            F.cross_entropy(model(inputs) * scale, target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    told = [str(w.message) for w in caught if "nobody exchanges their gradients" in str(w.message)]
+    assert len(told) == (rank == 0), [str(w.message) for w in caught]
+
+
+def test_parameters_that_an_optimizer_gets_later_are_told_of(ranks):
+    ranks(2)(gets_groups)
+
+
 def loads_one_process(rank: int) -> None:
     """What one process has saved of its optimizer, into one whose parameters are divided."""
     made = [net() for _ in range(2)]
@@ -229,6 +276,23 @@ def loads_one_process(rank: int) -> None:
 
 def test_the_optimizer_of_one_process_goes_on_divided(ranks):
     ranks(2)(loads_one_process)
+
+
+def converts(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    apply(model, optimizer, whole("priority"), timeout_s=20)
+    message = "exchange its float64 parameters, and cannot become bfloat16: convert it before"
+    with pytest.raises(InputError, match=message):
+        model.bfloat16()
+    with pytest.raises(InputError, match="cannot become float16"):
+        model.to(torch.float16)
+    assert model.to("cpu").double() is model
+    train((model, optimizer, share(rank, 0)))
+
+
+def test_a_planned_model_keeps_its_types(ranks):
+    ranks(2)(converts)
 
 
 class Gated(nn.Module):
@@ -263,6 +327,37 @@ def test_a_parameter_of_one_number_goes_on_from_a_whole_state(ranks, policy):
 
 
 # -- states and classes ----------------------------------------------------------------------------
+
+
+def loads_the_first_ranks(rank: int, how: str, folder: str) -> None:
+    """What rank 0 alone has saved, as a DDP script does, is no state of the other ranks."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    divided = plan(2, [unit("0", 2, "column", 2), unit("2", 2, "row", 2)], message_bytes=200)
+    apply(model, optimizer, divided if how == "divided" else sharded("sharded", "2"), timeout_s=20)
+    train((model, optimizer, share(rank, 0)))
+    paths = [Path(folder) / f"{r}.pt" for r in range(2)]
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, paths[rank])
+    expected = full_state_dict(model)
+    dist.barrier()
+    own, first = (torch.load(path, weights_only=False) for path in (paths[rank], paths[0]))
+    train((model, optimizer, share(rank, 1)))
+    model.load_state_dict(own["model"])
+    optimizer.load_state_dict(own["optimizer"])
+    for name, value in full_state_dict(model).items():
+        assert torch.equal(value, expected[name]), name
+    if rank == 0:
+        return
+    with pytest.raises(InputError, match="the part of rank 0 of 2, and is loaded on rank 1 of 2"):
+        optimizer.load_state_dict(first["optimizer"])
+    if how == "divided":
+        with pytest.raises(InputError, match="the slice of rank 0, and is loaded on rank 1"):
+            model.load_state_dict(first["model"])
+
+
+@pytest.mark.parametrize("how", ["divided", "sharded"])
+def test_what_one_rank_has_saved_is_no_others(ranks, tmp_path, how):
+    ranks(2)(loads_the_first_ranks, how, str(tmp_path))
 
 
 def keeps_the_best(rank: int) -> None:
