@@ -42,7 +42,7 @@ from .planner.schema.errors import InputError, NoRoomError
 from .planner.schema.goal import Goal, make_goal
 from .planner.schema.pins import EARLY_RELEASE
 from .planner.schema.plan import Plan
-from .planner.schema.precision import check_precision
+from .planner.schema.precision import Precision, check_precision
 from .planner.schema.profile import ModelProfile
 from .planner.schema.record import check_is, write_whole
 from .planner.schema.recorded import RecordedSteps
@@ -213,9 +213,7 @@ def _problem(
         check_names(profiles_of, cluster, "profile")
     wanted = check_precision(precision)
     if not isinstance(what, ModelProfile):
-        from .profiler import sessions
-
-        what = sessions.profile_for(what, cluster, goal, wanted, how.get("progress"))
+        what = _profiled(what, cluster, goal, wanted, how.get("progress"))
     elif wanted not in (None, what.precision):
         raise InputError(
             f"the profile of {what.target} was made with precision {what.precision or 'as built'}, "
@@ -225,6 +223,24 @@ def _problem(
     if not profiles_of:
         return problem
     return replace(problem, profile=with_profiles(problem.profile, profiles_of, cluster))
+
+
+def _profiled(
+    target: str | Workload,
+    cluster: Cluster,
+    goal: Goal,
+    precision: Precision | None,
+    progress: Step | None,
+) -> ModelProfile:
+    """A profile of the target on the cluster's devices: kept, measured or estimated."""
+    from .profiler.kept_estimates import kept_estimate
+
+    kept = kept_estimate(target, cluster, precision)
+    if kept is not None:
+        return kept
+    from .profiler import sessions
+
+    return sessions.profile_for(target, cluster, goal, precision, progress)
 
 
 def quicker_in_parts(

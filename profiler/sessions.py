@@ -6,8 +6,6 @@ how many ranks share its host and the software; a cluster by its hosts, devices 
 ``refresh`` measures anew.
 """
 
-import functools
-import hashlib
 import os
 import socket
 import warnings
@@ -22,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import models
 from ..executor.comm.agreement import every_rank_tells, rank_zero_decides, together
 from ..executor.comm.setups import device_name, software
 from ..executor.launch.attribution import check_mean
@@ -39,6 +36,7 @@ from ..models.target import try_out, workload
 from ..models.trial_sizes import SIZES, first_taken
 from ..models.units.discover import settings
 from ..models.workload import Batch, Workload
+from ..models.zoo import is_known
 from ..planner.cost.device_kinds import times_of, with_profiles
 from ..planner.schema import cache
 from ..planner.schema.cache import DocumentT
@@ -51,6 +49,7 @@ from ..planner.schema.text import size
 from .catalogue import datasheet
 from .catalogue import names as catalogued
 from .estimate import estimate
+from .kept_estimates import digest, keep_estimate, sources
 from .links import probe as probe_ranks
 from .links import single_device
 from .memory import is_dry
@@ -175,7 +174,7 @@ def _cluster_key(places: Sequence[object], device: torch.device) -> str:
         (name, value) for name, value in os.environ.items() if name.startswith(("GLOO_", "NCCL_"))
     )
     threads = os.environ.get("OMP_NUM_THREADS")
-    return _digest("cluster", places, software(), threads, chosen, *_how(device))
+    return digest("cluster", places, software(), threads, chosen, *_how(device))
 
 
 def _probe(device: torch.device, progress: Step | None) -> Cluster:
@@ -254,7 +253,7 @@ def _profile_key(
         _code_of(model, workload.loss),
     )  # fmt: skip
     together = (*((hosts,) if hosts else ()), *_how(device))
-    return _digest(
+    return digest(
         "profile", workload.name, repr(model), _tensors_of(model), _inputs_of(batch), batches,
         where, how, *together,
     )  # fmt: skip
@@ -382,10 +381,6 @@ def _constant(value: object) -> object:
 def _smallest(workload: Workload) -> Batch:
     """A batch of one sample, or of the fewest that make_batch makes."""
     return first_taken((1, *SIZES), workload.make_batch)
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def probe_task(task: Task, folder: Path, device: torch.device) -> Cluster:
@@ -573,12 +568,19 @@ def _known_estimate(target: str | Workload, precision: str | None, device: str) 
     on."""
     chosen = _dry_workload(target, precision)
     try:
-        key = _digest(
-            "estimate", device, _sources(), _profile_key(chosen, None, torch.device("cpu"))
-        )
+        key = digest("estimate", device, sources(), _profile_key(chosen, None, torch.device("cpu")))
     except Exception:  # a model or a batch that cannot be: estimating says what of it
         return _estimated(chosen, target, precision, device)
-    return _kept(key, lambda: _estimated(chosen, target, precision, device))
+    made = _kept(key, lambda: _estimated(chosen, target, precision, device))
+    if isinstance(target, str) and is_known(target) and _by_default():
+        keep_estimate(made, target, device, chosen.precision)
+    return made
+
+
+def _by_default() -> bool:
+    """Whether torch builds and computes as where nobody has set anything."""
+    plain = surrounding_precision(torch.device("cpu")) is None
+    return plain and torch.get_default_dtype() == torch.float32
 
 
 def _kept(key: str, make: Callable[[], ModelProfile]) -> ModelProfile:
@@ -588,16 +590,6 @@ def _kept(key: str, make: Callable[[], ModelProfile]) -> ModelProfile:
         known = make()
         cache.put(known, key)
     return known
-
-
-@functools.cache
-def _sources() -> str:
-    """What estimates are made by: code and tables of the profiler, and what finds units."""
-    rooms = (Path(__file__).parent, Path(models.__file__).parent)
-    files = sorted(
-        file for room in rooms for kind in ("py", "json") for file in room.rglob(f"*.{kind}")
-    )
-    return _digest(*(file.read_bytes() for file in files))
 
 
 def _estimated_for_each(
