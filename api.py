@@ -632,7 +632,7 @@ def compare_losses(
     if plan.local_steps is None and not any(u.lossy or u.rounded for u in plan.units):
         raise InputError(
             "the plan sends all gradients whole and exact, so there is no loss to compare: plan "
-            "with --allow-lossy, or verify it without --steps"
+            "with --allow-lossy (allow_lossy=True), or verify it without --steps (mw.verify)"
         )
     task = Task(name="losses", steps=steps, seeds=seeds, timeout_s=timeout_s)
     return run_here(task, LossComparison, plan)
@@ -864,7 +864,7 @@ def auto_parallelize(
     elif batch_statistics == "global" != chosen.goal.batch_statistics:
         raise InputError(
             "the plan is for batch statistics of each rank's share (local), not global: plan with "
-            "--batch-statistics global, or leave batch_statistics out"
+            "--batch-statistics global (Goal.batch_statistics), or leave batch_statistics out"
         )
     elif dist.get_rank() == 0:
         tell_of_ready_plan(

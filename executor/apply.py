@@ -16,8 +16,10 @@ from ..models.workload import device_of
 from ..planner.cost.exchange import GATHERED, sent_whole
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout
+from ..planner.schema.pins import EARLY_RELEASE, forbidding
 from ..planner.schema.plan import SHARDING, Plan
 from ..planner.schema.record import fingerprint
+from ..planner.schema.text import option
 from .background.signals import tell_pacer
 from .capability import CAPABILITY
 from .comm.broadcast import BufferPlace, broadcast, changing_buffers
@@ -216,13 +218,16 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         )
     refusals = CAPABILITY.refusals(plan)
     if refusals:
-        remedy = "hypothetical" if plan.local_steps is None else "--allow-local-steps"
-        raise InputError(f"this plan cannot be run: {refusals[0]}; plan without {remedy}")
+        beyond = "hypothetical" if plan.local_steps is None else "allow_local_steps"
+        raise InputError(
+            f"this plan cannot be run: {refusals[0]}; plan without {option(beyond)} ({beyond})"
+        )
     if plan.local_steps is not None:
         if optimizer is None:
             raise InputError(
                 "the plan has local steps, which the optimizer's steps count, and no optimizer was "
-                "given: pass it with the model, or plan without --allow-local-steps"
+                "given: pass it with the model, or plan without --allow-local-steps "
+                "(allow_local_steps)"
             )
         plan = plan.inside_host
     _check_modules(model, plan)
@@ -261,7 +266,7 @@ def _check_release(optimizer: Optimizer | None, plan: Plan) -> None:
         what = f"the exchange {shared.exchange!r}" if shared else f"the schedule {plan.schedule!r}"
         raise InputError(
             f"unit {name!r} is planned with early release and {what}, which do not go together: "
-            "plan with --forbid early-release"
+            f"plan with {forbidding(EARLY_RELEASE)}"
         )
     reason = releases_not(optimizer)
     if reason is not None:

@@ -23,6 +23,7 @@ from ..models.units.storages import OverBudgetError
 from ..models.workload import device_of
 from ..planner.schema.errors import InputError, NoRoomError
 from ..planner.schema.goal import STATE_COPIES, STATE_OPTIONS
+from ..planner.schema.pins import forbidding
 from ..planner.schema.plan import CLASS_NAMES, Plan
 from .cgroups import memory_groups
 from .gradients.pending import bare
@@ -129,7 +130,7 @@ class PinnedOnHost(NamedTuple):
             f"{'ranks' if several else 'rank'} {', '.join(map(str, self.ranks))} "
             f"{'need' if several else 'needs'} up to {_mib(self.needed_bytes)} of pinned memory "
             f"there for {' and '.join(_PINNED[name] for name in forbidden)}: free some, plan with "
-            f"{' '.join(f'--forbid {name}' for name in forbidden)}, or set {SWITCH}=0"
+            f"{forbidding(*forbidden)}, or set {SWITCH}=0"
         )
 
 
@@ -190,7 +191,8 @@ def refusal(plan: Plan, short: Sequence[MemoryShortage]) -> NoRoomError:
     return NoRoomError(
         f"rank {first.rank} has {_mib(first.free_bytes)} of memory free and needs "
         f"{_mib(first.needed_bytes)} for the plan besides what it has{most}",
-        f"free some, plan with --memory-limit {limit // MIB}MiB, or set {SWITCH}=0",
+        f"free some, plan with --memory-limit {limit // MIB}MiB "
+        f"(memory_limit_bytes={limit // MIB} * 2**20), or set {SWITCH}=0",
         limit,
     )
 
@@ -274,7 +276,7 @@ def forecast(plan: Plan) -> tuple[str, ...]:
     )
     return (
         f"predicted at most {_mib(moment.total)}, in the {moment.phase} of {moment.unit}: {parts}",
-        "the other points of a step: meshwright explain PLAN --memory",
+        "the other points of a step: meshwright explain PLAN --memory (mw.memory_timeline)",
     )
 
 

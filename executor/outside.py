@@ -130,7 +130,8 @@ def _refuse(parameter: Any) -> None:
         f"the loss uses parameter {parameter.__dict__[_NAME]!r}, which is divided over ranks or "
         "not on all of them, so each has a part of it only: let the optimizer decay weights "
         "(weight_decay), or keep the parameter's unit whole (--forbid with its name and style, "
-        "such as 'fc1=column'); where it is but looked at, do so under torch.no_grad()"
+        "such as 'fc1=column', or a pin of the Goal with never_styles); where it is but looked at, "
+        "do so under torch.no_grad()"
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ..planner.schema.errors import InputError, RunError
+from ..planner.schema.pins import forbidding
 from ..planner.schema.plan import Plan
 from .comm.control import Control, PendingGather
 from .forward import Forward
@@ -213,7 +214,7 @@ class GradientSynchroniser:
                 f"ranks have put parameters of different units together until backward "
                 f"{int(vector[0])}: fully sharded units must be used in one order on every rank, "
                 "and none skipped by what a rank's data are; MESHWRIGHT_DEBUG=1 names the first "
-                "that differs, --forbid fully_sharded plans without"
+                f"that differs, {forbidding('fully_sharded')} plans without"
             )
         # ``strict``: all ranks have the same parameters, or they would not have begun.
         return {p for p, bit in zip(self.params, vector[6:], strict=True) if bit}

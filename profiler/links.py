@@ -72,7 +72,7 @@ def probe(
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise InputError(
-            "a probe needs at least two ranks: start it with torchrun, or with --ranks 2"
+            "a probe needs at least two ranks: start it with torchrun, or with --ranks 2 (ranks=2)"
         )
     where = device or torch.device("cpu")
     sizes = sizes or (SIZES if where.type == "cpu" else DEVICE_SIZES)

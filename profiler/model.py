@@ -61,7 +61,10 @@ FIDELITY_OVERTIME = 0.1
 # batch of one has no statistics to normalise by, torch refuses it.
 FEW = 2
 
-FEWER = "measure fewer batches (meshwright profile --batches 4,8), and plan from that profile"
+FEWER = (
+    "measure fewer batches (meshwright profile --batches 4,8, batches=[4, 8] of mw.profile), and "
+    "plan from that profile"
+)
 
 Progress = Callable[[int, int, str], None]
 
@@ -276,7 +279,8 @@ def _measure(
             break
     if not taken:
         raise InputError(
-            f"the model refuses {next(iter(refused.values()))}; measure others with --batches"
+            f"the model refuses {next(iter(refused.values()))}; measure others with --batches "
+            "(batches of mw.profile)"
         )
     if refused and batches:
         warnings.warn(f"measured without {'; '.join(refused.values())}", stacklevel=2)

@@ -130,7 +130,7 @@ def background_job(settings: Settings) -> Iterator[Job]:
     if not sys.platform.startswith("linux"):
         raise InputError(
             f"background jobs are stopped and ended through the Linux kernel, and this is "
-            f"{sys.platform}: launch without --background"
+            f"{sys.platform}: launch without --background (background)"
         )
     check_limit(settings.limit)
     _check_files(settings)
@@ -166,5 +166,5 @@ def _check_files(settings: Settings) -> None:
     except OSError as error:
         raise InputError(
             f"cannot write the background's output to {settings.log}: {error.strerror}; name "
-            "another file with --background-log"
+            "another file with --background-log (Background.log)"
         ) from None

@@ -38,7 +38,7 @@ def refused_apart(remedy: str, of: str = "") -> InputError:
     """For a plan whose hosts train apart, of which no checkpoint (``of`` a framework) is whole."""
     return InputError(
         f"hosts train apart under this plan (local steps), and a checkpoint{of} holds what all "
-        f"have alike: {remedy}, or plan without --allow-local-steps"
+        f"have alike: {remedy}, or plan without --allow-local-steps (allow_local_steps)"
     )
 
 

@@ -45,7 +45,8 @@ class PlannedAccelerator:
             return
         warnings.warn(
             f"the plan was made for precision {planned or 'as built'}, and Accelerate computes in "
-            f"{mixed}: steps will take other times than predicted; plan with --precision {mixed}",
+            f"{mixed}: steps will take other times than predicted; plan with --precision {mixed} "
+            f"(precision={mixed!r})",
             stacklevel=4,
         )
 

@@ -35,7 +35,7 @@ def check_saved_by(framework: str, model: nn.Module) -> None:
         raise InputError(
             f"unit {waiting.name!r} leaves part of its gradient for later steps "
             f"({waiting.exchange}), which a checkpoint of {framework} does not hold: save with "
-            "mw.checkpoint and let it save nothing, or plan without --min-fidelity"
+            "mw.checkpoint and let it save nothing, or plan without --min-fidelity (min_fidelity)"
         )
 
 

@@ -228,7 +228,7 @@ class PriorityExchange(Exchange):
                 raise RunError(
                     f"the last backward ended when a part of the gradient of {grad_group.listed} "
                     "had been sent, and ranks cannot go on from there: go on from a checkpoint, or "
-                    "plan with --schedule barrier"
+                    "plan with --schedule barrier (schedule='barrier')"
                 )
 
     def sent(self, param: GradParam) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
+from ...planner.schema.pins import EARLY_RELEASE, forbidding
 from ...planner.simulate.slicing import SendSlot
 from ..comm.steps import parameters_of
 from .buckets import GradParam
@@ -80,7 +81,8 @@ class EarlyUpdates:
             raise InputError(
                 "the gradients of the last backward were applied in it, as the plan releases them "
                 "early, and no step() has followed: call step() after each backward that "
-                "exchanges (no_sync and micro_batches add up), or plan with --forbid early-release"
+                "exchanges (no_sync and micro_batches add up), or plan with "
+                f"{forbidding(EARLY_RELEASE)}"
             )
 
     def update(self, params: Sequence[GradParam]) -> None:
@@ -104,7 +106,7 @@ class EarlyUpdates:
             what = "a closure" if closure else "a gradient scaler"
             raise InputError(
                 f"step() was called with {what}, and the plan applies gradients in backward (early "
-                "release), before it: do without, or plan with --forbid early-release"
+                f"release), before it: do without, or plan with {forbidding(EARLY_RELEASE)}"
             )
         if not self._updated:
             return
@@ -115,7 +117,7 @@ class EarlyUpdates:
                     raise InputError(
                         f"the optimizer's {name} was {value} in backward, where the plan applies "
                         f"gradients (early release), and is {now} at step(): change it after "
-                        "step(), or plan with --forbid early-release"
+                        f"step(), or plan with {forbidding(EARLY_RELEASE)}"
                     )
         for parameter in self._updated:
             if isinstance(parameter.grad, ReleasedGradient):
@@ -162,7 +164,7 @@ class ReleasedGradient(GradStandIn):
         raise InputError(
             f"the gradient of {self.parameter_name!r} was applied and freed in backward, as the "
             "plan releases it early, so it cannot be clipped, unscaled, read or added to: leave "
-            "that out, or plan with --forbid early-release"
+            f"that out, or plan with {forbidding(EARLY_RELEASE)}"
         )
 
     def clear(self) -> None:

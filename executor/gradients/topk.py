@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.schema.errors import RunError
+from ...planner.schema.pins import forbidding
 from ...planner.simulate.slicing import SliceSpec
 from ..redistribution.shard_gradient import ShardGradient
 from .buckets import GradParam
@@ -316,7 +317,7 @@ class TopkGradGroup(LossyGradGroup):
         return (
             f"the weight decay of {param.name!r} is added to its gradient before top-k chooses, "
             "and a gradient scaler would divide it by the scale: leave the scaler (bfloat16 needs "
-            "none) or the weight decay out, or plan with --forbid topk"
+            f"none) or the weight decay out, or plan with {forbidding('topk')}"
         )
 
     def holds(self, param: GradParam) -> bool:

@@ -78,7 +78,7 @@ def launch(
     check_plan(plan, ranks.world_size)
     check_script(script)
     if keeping is not None and not script and plan.local_steps is not None:
-        raise refused_apart("leave out --checkpoint")
+        raise refused_apart("leave out --checkpoint (checkpoint)")
     again = restarts or Restarts()
     run = partial(
         _run, plan, script, steps, keeping=keeping, restarts=again, say=say, recorded=recorded,
@@ -204,7 +204,7 @@ def keeping_for(
     if steps and not resume:
         raise InputError(
             f"{folder} has checkpoints up to step {steps[0]}: name a new folder to begin anew, or "
-            "go on from them (without --no-resume)"
+            "go on from them (without --no-resume, with resume=True)"
         )
     return CheckpointSettings(folder=str(path), every=every, restarted=restarted)
 
@@ -294,10 +294,11 @@ def ranks_of_hosts(plan: Plan, asked: int | Sequence[int] | None, nodes: int) ->
     if asked is None:
         each, left = divmod(plan.world_size, max(nodes, 1))
         if left:
+            able = [each + (n < left) for n in range(nodes)]
             raise InputError(
                 f"the plan's {plan.world_size} ranks do not divide over {nodes} hosts: use as many "
                 f"hosts as divide them, or say how many each has (--nproc "
-                f"{','.join(str(each + (n < left)) for n in range(nodes))})"
+                f"{','.join(map(str, able))}, ranks_here={able})"
             )
         return (each,) * max(nodes, 1)
     counts = (asked,) if isinstance(asked, int) else tuple(asked)
@@ -305,8 +306,8 @@ def ranks_of_hosts(plan: Plan, asked: int | Sequence[int] | None, nodes: int) ->
         return counts * max(nodes, 1)
     if len(counts) != nodes:
         raise InputError(
-            f"--nproc has numbers for {len(counts)} hosts and there are {nodes}: give one for "
-            "each, or one for all"
+            f"--nproc (ranks_here) has numbers for {len(counts)} hosts and there are {nodes}: give "
+            "one for each, or one for all"
         )
     return counts
 

@@ -112,7 +112,8 @@ def check_plan(plan: Plan, world_size: int) -> None:
     if refusals:
         more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
         raise InputError(
-            f"this executor cannot run the plan: {refusals[0]}{more}; plan without --hypothetical"
+            f"this executor cannot run the plan: {refusals[0]}{more}; plan without --hypothetical "
+            "(hypothetical)"
         )
 
 

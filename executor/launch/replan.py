@@ -51,7 +51,7 @@ class Replanner:
             raise InputError(
                 f"the plan is for nodes of {_listed(nodes)} devices and the hosts have "
                 f"{_listed(per_host)} ranks, so it is not known which of its devices go with a "
-                "host: plan for a cluster of these hosts, or leave --min-nodes out"
+                "host: plan for a cluster of these hosts, or leave --min-nodes (min_nodes) out"
             )
         return found
 

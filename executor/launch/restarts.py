@@ -73,13 +73,14 @@ class Restarts:
         if checkpoint is None:
             raise InputError(
                 "what is started again goes on from checkpoints, and none are kept: add "
-                "--checkpoint FOLDER, or leave --max-restarts and --min-nodes out"
+                "--checkpoint FOLDER (checkpoint), or leave --max-restarts and --min-nodes "
+                "(restarts) out"
             )
         if launchers > 1:
             raise InputError(
                 "--max-restarts is for ranks that one launcher starts, and with --nnodes there is "
-                "one on each host: use --hosts, or let what starts the launchers do it (Slurm: "
-                "--slurm-option requeue)"
+                "one on each host: use --hosts (hosts), or let what starts the launchers do it "
+                "(Slurm: --slurm-option requeue)"
             )
         if self.min_nodes is not None and self.min_nodes > max(hosts, 0):
             raise InputError(

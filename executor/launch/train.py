@@ -252,8 +252,8 @@ def steps_left(
     if found.step >= steps:
         raise InputError(
             f"the training in {shown(kept.folder)} is at step {found.step} and --steps asks for "
-            f"{steps}, so it is trained to the end: ask for more --steps, write its weights by "
-            "meshwright export, or name a new folder"
+            f"{steps}, so it is trained to the end: ask for more --steps (steps), write its "
+            "weights by meshwright export, or name a new folder"
         )
     say(found.sentence)
     return range(found.step, steps)

@@ -8,6 +8,7 @@ from torch import nn
 
 from ...planner.schema.errors import InputError
 from ...planner.schema.layout import data_parallel
+from ...planner.schema.pins import forbidding
 from ...planner.schema.plan import Plan, UnitPlan
 from . import offload as offloading
 from .offload import Offload
@@ -22,7 +23,8 @@ def check_memory(model: nn.Module, plan: Plan, device: torch.device) -> None:
     if offloaded is not None and offloading.host_of(device) is None:
         raise InputError(
             f"unit {offloaded.name!r} is planned with memory 'offload', and this run's device "
-            f"{str(device)!r} has no memory but the host's: plan with --forbid offload"
+            f"{str(device)!r} has no memory but the host's: plan with "
+            f"{forbidding('offload')}"
         )
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     seen: set[tuple[str, ...]] = set()

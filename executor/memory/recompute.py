@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...models.trees import map_only
 from ...models.units.storages import tensors_in
 from ...planner.schema.errors import InputError, RunError
+from ...planner.schema.pins import forbidding
 from ..redistribution.lazy import version_of
 from .regions import Region, caching_casts
 
@@ -73,8 +74,7 @@ class Recomputed:
         if _versions(self._tensors) != self._versions:
             raise InputError(
                 f"unit {self._region.name!r} changes its input in place, so it cannot be "
-                "recomputed from it: plan it with memory 'keep' (--forbid recompute), or build it "
-                "without"
+                f"recomputed from it: plan with {forbidding('recompute')}, or build it without"
             )
 
     def unpack(self, saved: SavedTensor) -> Tensor:

@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
+from ...planner.schema.pins import EARLY_RELEASE, forbidding
 from ..comm.steps import given_step, replace_step
 from ..gradients.buckets import GradParam
 from ..gradients.flat_shard import FlatShardSpec, ShardedGradient
@@ -323,7 +324,7 @@ def releases_not(optimizer: Optimizer | None) -> str | None:
     if optimizer is None:
         return (
             "the plan releases gradients early, that is applies them in backward, and no optimizer "
-            "was given: pass it with the model, or plan with --forbid early-release"
+            f"was given: pass it with the model, or plan with {forbidding(EARLY_RELEASE)}"
         )
     reason = _reason(optimizer)
     if reason is None:
@@ -331,7 +332,7 @@ def releases_not(optimizer: Optimizer | None) -> str | None:
     return (
         f"optimizer {type(optimizer).__name__} {reason}, so its gradients cannot be released "
         "early: use one of torch's that works element by element, such as AdamW, without step "
-        "hooks, or plan with --forbid early-release"
+        f"hooks, or plan with {forbidding(EARLY_RELEASE)}"
     )
 
 

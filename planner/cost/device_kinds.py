@@ -132,7 +132,7 @@ def with_profiles(
             words = [f"{p.dtype}, {p.precision or 'as built'}" for p in (other, profile)]
             raise InputError(
                 f"the profile of node {node!r} was made with precision {words[0]}, and the other "
-                f"with {words[1]}: measure both alike (--precision)"
+                f"with {words[1]}: measure both alike (--precision, precision)"
             )
     kept = [
         msgspec.structs.replace(times, nodes=left)

@@ -88,7 +88,8 @@ def calibrate(
         raise InputError(
             f"from this profile and cluster the plan's step is predicted to take "
             f"{seconds(before.step_s)}, and the plan says {seconds(plan.prediction.step_s)}: name "
-            "what it was made from (--profile, --cluster), or plan, launch and calibrate anew"
+            "what it was made from (--profile and --cluster, profile and cluster), or plan, launch "
+            "and calibrate anew"
         )
     apart = [abs(_total(before, (name,)) - measured[name]) for name in measured]
     apart.append(abs(before.step_s - run.step_s))
@@ -120,7 +121,8 @@ def check_result_of(plan: Plan, report: RunReport) -> None:
             shown = [seconds(v.step_s) if isinstance(v, Figures) else v for v in (theirs, ours)]
             raise InputError(
                 f"the report is of another plan, its {what} is {shown[0]} and the plan's "
-                f"{shown[1]}: give the plan that was launched, and its own --report"
+                f"{shown[1]}: give the plan that was launched, and its own report "
+                "(--report, or what mw.launch returned)"
             )
 
 
@@ -130,25 +132,25 @@ def _measured(plan: Plan, report: RunReport) -> dict[FigureName, float]:
     if report.background is not None:
         raise InputError(
             "the report is of a run with a background job, which lengthens steps: launch the plan "
-            "without --background"
+            "without --background (background)"
         )
     if report.steps < LEAST_STEPS:
         raise InputError(
             f"the report has {report.steps} measured steps, which one disturbance may decide: "
-            f"launch with --steps {LEAST_STEPS} or more"
+            f"launch with --steps {LEAST_STEPS} or more (steps)"
         )
     figures = report.measured
     if figures.blocking_s is None or figures.exposed_s is None:
         raise InputError(
             "the report does not say how long ranks waited (blocking_s, exposed_s): launch the "
-            "plan again with --report"
+            "plan again with --report (mw.launch returns it)"
         )
     compute_s = figures.step_s - figures.blocking_s - figures.exposed_s
     if not compute_s > 0:
         raise InputError(
             f"the report has a step of {seconds(figures.step_s)} with waits of "
             f"{seconds(figures.blocking_s + figures.exposed_s)}, which leaves no time to compute: "
-            "launch the plan again with --report"
+            "launch the plan again with --report (mw.launch returns it)"
         )
     if not plan.prediction.step_s > 0:
         raise InputError(
@@ -168,12 +170,12 @@ def _check_made_from(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Non
     ]:
         raise InputError(
             f"the profile is of another model ({profile.target}) than the plan's ({plan.target}): "
-            "name the one that it was made from with --profile"
+            "name the one that it was made from with --profile (profile)"
         )
     if cluster.world_size != plan.world_size:
         raise InputError(
             f"the cluster has {cluster.world_size} devices and the plan is for {plan.world_size}: "
-            "name the one that it was made for with --cluster"
+            "name the one that it was made for with --cluster (cluster)"
         )
 
 

@@ -296,14 +296,15 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
     if best is None:
         return None
     count = best.micro_batches
-    counts = ",".join(map(str, dict.fromkeys((*plan.goal.micro_batches, count))))
+    counts = tuple(dict.fromkeys((*plan.goal.micro_batches, count)))
     took, takes = (
         f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
         for seconds in (plan.prediction.step_s, best.prediction.step_s)
     )
     sentence = (
         f"in {count} micro-batches the same batch would take {takes} a step under this memory "
-        f"limit, where this plan takes {took}: allow them with --micro-batches {counts}"
+        f"limit, where this plan takes {took}: allow them with --micro-batches "
+        f"{','.join(map(str, counts))} (micro_batches={counts})"
     )
     return Relaxation("micro_batches", count, sentence)
 

@@ -302,7 +302,7 @@ def _check_local_steps(
     if inner_steps is not None and fragments is not None and fragments > inner_steps:
         raise InputError(
             f"{fragments} fragments cannot each have one of {inner_steps} inner steps: ask for at "
-            f"most {inner_steps} (--fragments {inner_steps})"
+            f"most {inner_steps} (--fragments {inner_steps}, fragments={inner_steps})"
         )
     _above_zero("outer learning rate", outer_lr)
     if outer_momentum is not None and not 0 <= outer_momentum < 1:

@@ -71,6 +71,12 @@ def parse_wishes(pins: Iterable[str], forbidden: Iterable[str]) -> PinsAndForbid
     return PinsAndForbids(tuple(found), tuple(without))
 
 
+def forbidding(*policies: str) -> str:
+    """How to plan without some policies: by the command line, and from Python."""
+    options = " ".join(f"--forbid {policy}" for policy in policies)
+    return f"{options} (plan=mw.plan(..., forbidden={list(policies)}))"
+
+
 def _parts(text: str, *, everywhere: bool = False) -> tuple[str, tuple[Layout, ...], Style | None]:
     """(unit, layouts, style) of ``UNIT=LAYOUT/LAYOUT:STYLE``, each part of WHAT optional; of
     ``LAYOUT/LAYOUT:STYLE`` for all units where it holds ``everywhere``."""

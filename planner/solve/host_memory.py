@@ -71,7 +71,7 @@ def check_host_memory(model: CostModel, decisions: Sequence[Option]) -> None:
         raise InputError(
             f"what is offloaded or mirrored there takes up to {size(needed)} of a host's memory "
             f"for each device, and {size(_room(model))} may be pinned there: offload or mirror "
-            "fewer units, or state more (--host-memory)"
+            "fewer units, or state more (--host-memory, host_memory_bytes)"
         )
 
 

@@ -329,7 +329,7 @@ def refuse_local_steps(plan: Plan, done: str) -> None:
     if plan.local_steps is not None:
         raise InputError(
             f"a plan with local steps cannot be {done}: take one that was planned without "
-            "--allow-local-steps"
+            "--allow-local-steps (allow_local_steps)"
         )
 
 

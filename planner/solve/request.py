@@ -44,12 +44,13 @@ def problem_for(
         if profile.origin == "measured":
             cause = (
                 "time ran out before it was measured, or gradients were not finite: measure fewer "
-                "batches (meshwright profile --batches 4,8) and plan from that profile"
+                "batches (meshwright profile --batches 4,8, batches=[4, 8] of mw.profile) and plan "
+                "from that profile"
             )
         else:
             cause = (
                 "estimates do not know it: measure the model on this machine (meshwright profile "
-                "without --device)"
+                "without --device, mw.profile without device)"
             )
         raise InputError(
             f"the profile of {profile.target} says of no unit how much of its gradient a lossy "
@@ -145,8 +146,8 @@ def made_from(
         words = f"this cluster ({cluster.name}) is not the one that the plan was made for"
         warnings.warn(f"{words}: {what} on it", stacklevel=1)
     return (
-        profile or cache.get_named(ModelProfile, plan.provenance.profile, "--profile"),
-        cluster or cache.get_named(Cluster, plan.provenance.cluster, "--cluster"),
+        profile or cache.get_named(ModelProfile, plan.provenance.profile, "--profile (profile)"),
+        cluster or cache.get_named(Cluster, plan.provenance.cluster, "--cluster (cluster)"),
     )
 
 

@@ -218,7 +218,7 @@ def _check(problem: Problem) -> None:
         counts = " or ".join(map(str, goal.micro_batches))
         raise InputError(
             f"a batch of {goal.batch} on {world} ranks cannot be cut into {counts} micro-batches: "
-            f"allow at most {most} (--micro-batches {most})"
+            f"allow at most {most} (--micro-batches {most}, micro_batches=({most},))"
         )
     names = [unit.name for unit in problem.profile.units]
     for pin in goal.pins:

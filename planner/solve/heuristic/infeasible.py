@@ -201,7 +201,8 @@ def _more_micro_batches(problem: Problem, evidence: Evidence, deadline: float) -
     most = problem.goal.batch // problem.cluster.world_size
     while problem.capability.micro_batches and count <= most and time.perf_counter() < deadline:
         if _fits(problem, evidence, deadline, micro_batches=(count,)):
-            sentence = f"allow {count} micro-batches (--micro-batches {count})"
+            option = f"--micro-batches {count}, micro_batches=({count},)"
+            sentence = f"allow {count} micro-batches ({option})"
             return Relaxation("micro_batches", count, sentence)
         count *= 2
     return None
@@ -221,7 +222,8 @@ def _smaller_batch(problem: Problem, evidence: Evidence, deadline: float) -> Rel
     if not low:
         return None
     size = low * world
-    return Relaxation("batch", size, f"lower the global batch to {size} (--batch {size})")
+    option = f"--batch {size}, Goal.batch or global_batch_size"
+    return Relaxation("batch", size, f"lower the global batch to {size} ({option})")
 
 
 # -- nodes ---------------------------------------------------------------------------------------
@@ -283,7 +285,8 @@ def rounded_up(value: float) -> float:
 
 def more_memory(needed_bytes: int, *, proved: bool) -> Relaxation:
     """That many bytes on each rank."""
-    option = f"(--memory-limit {ceil(needed_bytes / 2**20 * 10) / 10:.1f}MiB)"
+    limit = f"{ceil(needed_bytes / 2**20 * 10) / 10:.1f}MiB"
+    option = f"(--memory-limit {limit}, memory_limit_bytes={needed_bytes})"
     count = f"{needed_bytes:,} bytes per rank"
     words = f"at least {count}" if proved else f"{count}, which is enough"
     return Relaxation("memory_limit_bytes", needed_bytes, f"allow {words} {option}", proved)

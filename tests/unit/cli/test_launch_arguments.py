@@ -123,7 +123,7 @@ def test_checkpoints_under_local_steps_are_refused(meshwright, plan_file, tmp_pa
     made = msgspec.structs.replace(load(Plan, plan_file, "PLAN"), units=(), local_steps=apart)
     save(made, tmp_path / "apart.json")
     done = meshwright("launch", tmp_path / "apart.json", "--checkpoint", tmp_path / "kept")
-    assert "leave out --checkpoint, or plan without --allow-local-steps" in done.sentence
+    assert "leave out --checkpoint (checkpoint), or plan without --allow-local" in done.sentence
 
 
 def test_a_stopped_run_is_told_how_it_goes_on(meshwright, plan_file, tmp_path, monkeypatch):

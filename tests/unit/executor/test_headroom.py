@@ -44,7 +44,8 @@ def test_the_refusal_names_rank_unit_class_and_a_limit_that_fits(plan):
     assert error.sentence.startswith("rank 1 has ")
     assert "backward of unit 'fc2', above all feature maps" in str(error)
     assert error.limit_bytes == int(0.98 * (needed - 4 * MIB))  # rank 2 has least
-    assert f"--memory-limit {error.limit_bytes // MIB}MiB" in str(error)
+    limit = error.limit_bytes // MIB
+    assert f"--memory-limit {limit}MiB (memory_limit_bytes={limit} * 2**20)" in str(error)
 
 
 FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
@@ -135,8 +136,8 @@ def test_what_ranks_of_one_host_pin_counts_together(plan, monkeypatch):
     text = one.refusal(msgspec.structs.replace(plan, units=tuple(units)))
     assert text == (
         "host one has 9.0 MiB of memory free, and its ranks 0, 1 need up to 11.0 MiB of pinned "
-        "memory there for feature maps that are offloaded: free some, plan with --forbid offload, "
-        "or set MESHWRIGHT_CHECK_MEMORY=0"
+        "memory there for feature maps that are offloaded: free some, plan with --forbid offload "
+        "(plan=mw.plan(..., forbidden=['offload'])), or set MESHWRIGHT_CHECK_MEMORY=0"
     )
     mirrored = [msgspec.structs.replace(u, feedback="host_mirror") for u in units]
     text = one.refusal(msgspec.structs.replace(plan, units=tuple(mirrored)))

@@ -44,6 +44,7 @@ def test_a_plan_that_recomputes_names_the_micro_batches_that_are_quicker(problem
     assert again.plan.micro_batches == better.value
     assert again.plan.prediction.step_s < 0.95 * slow.prediction.step_s
     assert f"--micro-batches 1,{better.value}" in better.sentence
+    assert f"micro_batches=(1, {better.value})" in better.sentence
     assert "allow them" in better.sentence
 
 

@@ -6,7 +6,7 @@ from meshwright.planner.schema.capability import EVERYTHING, PLAIN
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
-from meshwright.planner.schema.pins import nearest, parse_wishes, spelled_out, without
+from meshwright.planner.schema.pins import forbidding, nearest, parse_wishes, spelled_out, without
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import expand_pins, solve, solvers
 
@@ -55,6 +55,12 @@ def profile():
 def units_of(profile, pin):
     goal = Goal(batch=16, pins=(pin,))
     return [p.unit for p in spelled_out(goal, profile, PLAIN, 4).pins]
+
+
+def test_how_to_forbid_is_told_for_the_command_line_and_for_python():
+    told = forbidding("offload", "host_mirror")
+    assert told.startswith("--forbid offload --forbid host_mirror (")
+    assert "forbidden=['offload', 'host_mirror']" in told
 
 
 def test_a_pattern_concerns_the_units_that_can(profile):

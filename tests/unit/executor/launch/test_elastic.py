@@ -234,7 +234,7 @@ def test_no_plan_that_fits_on_what_is_left_is_a_sentence(ssh, monkeypatch):
 
 def test_a_run_without_what_its_plan_was_made_from_is_refused_before_it_begins(ssh):
     play(ssh, a="", b="", c="")
-    with pytest.raises(InputError, match="name its file with --profile"):
+    with pytest.raises(InputError, match=r"name its file with --profile \(profile\)"):
         launched(ssh, profile=None)
     with pytest.raises(InputError, match="nodes of 1, 1, 1 devices and the hosts have 2, 1 ranks"):
         Replanner.for_run(PLAN, (2, 1), Restarts(1, 1, PROFILE, CLUSTER))

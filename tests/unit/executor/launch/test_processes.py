@@ -67,7 +67,7 @@ def test_ranks_of_each_host(asked, nodes, counts):
 
 
 def test_ranks_that_do_not_divide(monkeypatch):
-    with pytest.raises(InputError, match=r"3 hosts: .* \(--nproc 3,3,2\)"):
+    with pytest.raises(InputError, match=r"3 hosts: .* \(--nproc 3,3,2, ranks_here=\[3, 3, 2\]\)"):
         ranks_of_hosts(plan_for_hosts(8), None, 3)
     ranks = ranks_for(plan_for_hosts(8), (3, 3, 2), 3, 2, "a:1", None, quiet=False)
     assert (ranks.nproc, ranks.world_size, list(ranks.here)) == (2, 8, [6, 7])

@@ -197,7 +197,7 @@ def test_a_loss_is_one_on_the_launcher_too():
 @pytest.mark.parametrize(
     ("restarts", "given", "words"),
     [
-        (Restarts(1), (None, 0, 1), "add --checkpoint FOLDER"),
+        (Restarts(1), (None, 0, 1), r"add --checkpoint FOLDER \(checkpoint\)"),
         (Restarts(0, 1), (None, 2, 1), "add --checkpoint FOLDER"),
         (Restarts(1), ("kept", 0, 2), "with --nnodes there is one on each host: use --hosts"),
         (Restarts(1, 3), ("kept", 2, 1), "--min-nodes 3 is more than the 2 hosts of --hosts"),
