@@ -105,6 +105,12 @@ class Elsewhere:
                     f"{option(name)} says nothing without {' or '.join(belongs)}: add that, or "
                     "leave it out"
                 )
+        # ``--nnodes 1`` is no mistake: a script of a cluster passes on the number that it is told.
+        if self.way is None and "rendezvous" in self.given and "nnodes" not in self.given:
+            raise InputError(
+                f"--rendezvous {self.rendezvous} says nothing of one host: say how many meet there "
+                f"(--nnodes, or {_SSH}), or leave it out"
+            )
         if self.way == _SSH and {"nnodes", "node_rank"} & self.given:
             raise InputError(
                 f"{asked[0]} says how many hosts there are and their order: leave out --nnodes and "

@@ -75,6 +75,18 @@ def test_how_many_steps_a_script_makes_is_its_own(meshwright, plan_file):
     assert "--steps 20 concerns a plan's own workload, and a script makes as many" in done.sentence
 
 
+def test_a_rendezvous_of_no_hosts_is_refused(meshwright, plan_file, monkeypatch):
+    started: list[object] = []
+    monkeypatch.setattr("meshwright.api.launch", lambda *a, **k: started.append(k["rendezvous"]))
+    address = ("--rendezvous", "10.0.0.1:29500")
+    done = meshwright("launch", plan_file, *address)
+    assert (done.code, started) == (2, [])
+    assert "--rendezvous 10.0.0.1:29500 says nothing of one host: say how many" in done.sentence
+    # A script of a cluster names both, whatever number it is told.
+    meshwright("launch", plan_file, *address, "--nnodes", 1)
+    assert started == ["10.0.0.1:29500"]
+
+
 def test_a_host_of_unequal_ones_is_held_against_its_own_devices(monkeypatch, tmp_path):
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
