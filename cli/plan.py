@@ -3,6 +3,7 @@
 ``plan`` may show a table instead: over cluster sizes, or the front of step time and device time.
 """
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,6 +126,7 @@ def plan(
     what = load(ModelProfile, target, "TARGET") if target.endswith(".json") else target
     there = with_relative_speeds(load(Cluster, cluster, "--cluster"), speeds(relative_speed))
     others = profiles_of(profile_of)
+    note(_unused_speeds(there, speeds(relative_speed), ranks or ()))
     if ranks is not None and not sizes:
         if isinstance(what, ModelProfile):
             what, there = resized_with(what, there, ranks[0])
@@ -163,6 +165,23 @@ def plan(
         words = _remarks(made, profile, there, forbidden=wishes.without, schedule=schedule)
         tables = decision_table(made, fold=not all_units), prediction_table(made)
         show(made, out_, json, *tables, *words)
+
+
+def _unused_speeds(
+    cluster: Cluster, given: Mapping[str, float], sizes: Sequence[int]
+) -> str | None:
+    """That speeds of nodes do not count with other numbers of ranks, and whose would."""
+    # As ``resized`` has it: of another number of ranks all nodes are like the first.
+    first = cluster.nodes[0].name
+    unused = [f"{node}={speed:g}" for node, speed in given.items() if node != first]
+    others = [str(size) for size in sizes if size != cluster.world_size]
+    if not unused or not others:
+        return None
+    return (
+        f"--relative-speed {' and '.join(unused)} does not count with {' and '.join(others)} "
+        f"ranks, which are all on nodes like {first!r}: name that node, or plan for a cluster of "
+        "the nodes that you mean"
+    )
 
 
 def _samples(count: int) -> str:

@@ -73,6 +73,26 @@ def test_a_ratio_stands_for_a_profile(asked, meshwright, tmp_path):
     assert "samples in order of position" in both.out
 
 
+def test_a_ratio_of_a_node_that_no_rank_is_on_is_told(meshwright, profile_file, tmp_path):
+    save(cluster_of(3, FAST_GBIT_S), tmp_path / "three.json")
+
+    def told(ratio, ranks):
+        done = meshwright(
+            "plan", profile_file, "-c", tmp_path / "three.json", "--batch", 60, "--ranks", ranks,
+            "--relative-speed", ratio, "--solver", "heuristic",
+        )  # fmt: skip
+        assert done.code == 0, done.err
+        return [line for line in done.err.splitlines() if "does not count" in line]
+
+    (said,) = told("host1=0.5", "2")
+    assert said.startswith(
+        "note: --relative-speed host1=0.5 does not count with 2 ranks, which are"
+    )
+    assert "on nodes like 'host0'" in said
+    assert len(told("host1=0.5", "2,3")) == 1
+    assert told("host1=0.5", "3") == told("host0=2", "2") == []
+
+
 def test_a_described_cluster_keeps_a_ratio(meshwright, tmp_path):
     done = meshwright(
         "cluster", "--device", "a100-sxm-40gb", "--nodes", 3, "--inter-gbit-s", 100,
