@@ -6,6 +6,7 @@ what is computed.
 """
 
 import math
+import warnings
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -177,7 +178,8 @@ def describe_cluster(
     (none given: what copies reach of its PCIe link), ``host_memory_bytes`` a host's memory, which
     limits what is offloaded, and ``reserve_bytes`` what of ``memory_bytes`` tensors cannot have
     (none given: ``assumed_reserve``). Raises ``InputError`` for a device that is not catalogued,
-    for counts and rates that are not positive, and where devices have no link.
+    for counts and rates that are not positive, and where devices have no link; warns of links
+    inside hosts of one device.
     """
     _positive("nodes", nodes)
     _positive("devices_per_node", devices_per_node)
@@ -199,6 +201,8 @@ def describe_cluster(
     if devices_per_node > 1:
         rate = _required("intra_gbyte_s", intra_gbyte_s, "between the devices of a host") * 1e9
         levels.append(_level("intra", rate, intra_latency_us, INTRA_LATENCY_US))
+    else:
+        _tell_of_links_to_none(intra_gbyte_s=intra_gbyte_s, intra_latency_us=intra_latency_us)
     # Of one host as well where it is given: a plan may be asked for on more of them.
     if nodes > 1 or inter_gbit_s is not None:
         rate = _required("inter_gbit_s", inter_gbit_s, "between hosts") * 1e9 / 8
@@ -213,6 +217,18 @@ def describe_cluster(
     )  # fmt: skip
     title = name or f"{nodes} x {devices_per_node} {device}"
     return Cluster(name=title, nodes=hosts, levels=tuple(levels))
+
+
+def _tell_of_links_to_none(**given: float | None) -> None:
+    """Says what is given of links inside hosts that have one device each."""
+    for name, value in given.items():
+        if value is not None:
+            warnings.warn(
+                f"{option(name)} {value:g} ({name}) says nothing of hosts with one device each: "
+                f"say how many they have ({option('devices_per_node')}, devices_per_node), or "
+                "leave it out",
+                stacklevel=3,
+            )
 
 
 def _stated(device: Device, reserve_bytes: int | None, host_gbyte_s: float | None) -> Device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,7 @@ from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import OPTIMIZERS
 from meshwright.planner.schema.record import decode, encode
+from meshwright.planner.schema.text import option
 from meshwright.profiler import catalogue, timing
 from meshwright.profiler.catalogue import describe_cluster
 from meshwright.profiler.collectives import fit_line
@@ -146,6 +148,21 @@ def test_a_described_cluster_has_what_was_said() -> None:
     assert intra.bytes_per_s == pytest.approx(300e9)
     data = encode(cluster)
     assert encode(decode(Cluster, data)) == data
+
+
+@pytest.mark.parametrize("links", [{"intra_gbyte_s": 300}, {"intra_latency_us": 300}])
+def test_links_inside_hosts_of_one_device_are_told(links: dict[str, float]) -> None:
+    (name,) = links
+    shown = f"{option(name)} 300"
+    with pytest.warns(UserWarning, match=f"{shown} .{name}. says nothing of hosts with one device"):
+        found = describe_cluster(device="t4", nodes=2, inter_gbit_s=10, **links)
+    assert found.level("intra") is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rate = {"intra_gbyte_s": 300}
+        describe_cluster(
+            device="t4", nodes=2, devices_per_node=2, inter_gbit_s=10, **(rate | links)
+        )
 
 
 def test_one_device_needs_no_link() -> None:
