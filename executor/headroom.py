@@ -1,5 +1,5 @@
 """Whether what a plan needs is free, before its first step; and what to say when it was not, or
-when the optimizer keeps more than the plan counts on.
+when the optimizer keeps more or less than the plan counts on.
 
 What a plan needs is the largest point of its timeline (see [Note: The memory timeline] in
 planner/memory/timeline.py).
@@ -28,6 +28,7 @@ from ..planner.schema.plan import CLASS_NAMES, Plan
 from .cgroups import memory_groups
 from .gradients.pending import bare
 from .gradients.reshard import sharded_param
+from .optimizer.kinds import optimizer_name
 from .run import Run
 
 # Set to 0 it lets a run begin that would be refused.
@@ -364,15 +365,30 @@ def state_copies(optimizer: Optimizer) -> int | None:
 
 
 def check_optimizer_state(optimizer: Optimizer | None, plan: Plan) -> None:
-    """Warns where the optimizer keeps more than a plan under a memory limit was made for."""
+    """Warns where the optimizer keeps more or less than the plan was made for: what the plan says
+    of memory is then of another training."""
     kept = state_copies(optimizer) if optimizer is not None else None
-    if kept is None or plan.goal.memory_limit_bytes is None or kept <= plan.goal.state_copies:
+    planned = plan.goal.state_copies
+    if optimizer is None or kept is None or kept == planned:
         return
+    more, nearest = kept > planned, optimizer_name(optimizer)
+    # No plan is nearer than one for the name that ``auto_parallelize`` takes: where that counts
+    # more than is kept there is nothing to do.
+    if not more and nearest == plan.goal.optimizer:
+        return
+    limited = more and plan.goal.memory_limit_bytes is not None
+    remedy = (
+        "no plan counts so many: leave room for it by a memory limit (--memory-limit, "
+        "memory_limit_bytes)"
+        if nearest == plan.goal.optimizer
+        else f"plan with --optimizer {nearest} (optimizer={nearest!r})"
+    )
     # A warning: it trains right all the same.
     warnings.warn(
         f"this {type(optimizer).__name__} keeps {_values(kept)} for each of a parameter's, and the "
-        f"plan was made for {plan.goal.optimizer} with {_values(plan.goal.state_copies)}: it takes "
-        "more memory than its limit allows for; plan with the optimizer that you use (--optimizer)",
+        f"plan was made for {plan.goal.optimizer} with {_values(planned)}: it takes "
+        f"{'more' if more else 'less'} memory than "
+        f"{'its limit allows for' if limited else 'is predicted'}; {remedy}",
         stacklevel=4,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import msgspec
 import pytest
@@ -83,17 +84,41 @@ def test_an_optimizer_of_ones_own_is_not_judged():
     assert state_copies(AdamW(weights())) is None
 
 
-def test_an_optimizer_that_keeps_more_than_planned_is_told_under_a_limit():
+@pytest.mark.parametrize(
+    ("optimizer", "planned", "sentence"),
+    [
+        (
+            torch.optim.AdamW, {"memory_limit_bytes": 2**20},
+            r"AdamW keeps 2 values .* for sgd with 0 values: it takes more memory than its limit "
+            r"allows for; plan with --optimizer adamw \(optimizer='adamw'\)",
+        ),
+        (torch.optim.Adam, {}, "more memory than is predicted; plan with --optimizer adam "),
+        (torch.optim.Adagrad, {}, "keeps 1 value .*; plan with --optimizer adam "),
+        (
+            torch.optim.SGD, {"optimizer": "adamw"},
+            "SGD keeps 0 values .* for adamw with 2 values: it takes less memory than is "
+            "predicted; plan with --optimizer sgd ",
+        ),
+        (
+            partial(torch.optim.AdamW, amsgrad=True), {"optimizer": "adamw"},
+            "keeps 3 values .* more memory than is predicted; no plan counts so many",
+        ),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_keeps_other_than_planned_is_told(optimizer, planned, sentence):
+    with pytest.warns(UserWarning, match=sentence):
+        check_optimizer_state(optimizer(weights(), lr=0.1), plan_of(**planned))
+
+
+def test_an_optimizer_that_keeps_as_planned_is_not_told():
     adam, sgd = torch.optim.AdamW(weights()), torch.optim.SGD(weights(), lr=0.1)
-    limited = plan_of(memory_limit_bytes=2**20)
-    with pytest.warns(UserWarning, match="AdamW keeps 2 values .* for sgd with 0 values"):
-        check_optimizer_state(adam, limited)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_optimizer_state(sgd, limited)
-        check_optimizer_state(None, limited)
-        check_optimizer_state(adam, plan_of())
+        check_optimizer_state(sgd, plan_of(memory_limit_bytes=2**20))
+        check_optimizer_state(None, plan_of(memory_limit_bytes=2**20))
         check_optimizer_state(adam, plan_of(memory_limit_bytes=2**20, optimizer="adamw"))
+        check_optimizer_state(adam, plan_of(optimizer="adam"))
+        check_optimizer_state(torch.optim.Adagrad(weights()), plan_of(optimizer="adam"))
 
 
 def test_a_batch_that_is_not_cut_is_told_once():
