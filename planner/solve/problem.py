@@ -151,6 +151,8 @@ LIMITS = {
     "time_limit_s": "the limit on a step's time (--step-limit, Goal.time_limit_s)",
 }
 """What sentences call the limits of a goal that are not memory's."""
+UNMEASURED = "the time of one device"
+"""In place of a limit where one device takes no time, of which device-seconds are a multiple."""
 
 
 class Infeasibility(NamedTuple):
@@ -175,6 +177,11 @@ class Infeasibility(NamedTuple):
         help_ = "; or ".join([*(r.sentence for r in self.relaxations), *larger])
         if self.limit == "pins":
             return f"the pins leave unit {self.unit!r} nothing that it can be: lift one of them"
+        if self.limit == UNMEASURED:
+            return (
+                f"no plan keeps {LIMITS['amplification_limit']}, a multiple of what one device "
+                "takes, which is 0 s by the profile: leave the limit out, or profile the model anew"
+            )
         if self.limit != "memory_limit_bytes":
             what = LIMITS.get(self.limit, self.limit)
             return f"no plan keeps {what}: " + (help_ or "allow more, or lift another limit")

@@ -23,7 +23,14 @@ from ...schema.options import Option
 from ..answer import Choice, choice
 from ..choices import all_options, unit_options
 from ..evaluate import excess, rank_memory
-from ..problem import Enlargement, Infeasibility, Problem, Relaxation, state_pairs
+from ..problem import (
+    UNMEASURED,
+    Enlargement,
+    Infeasibility,
+    Problem,
+    Relaxation,
+    state_pairs,
+)
 from .checkpointing import Checkpointing, has_segments, plain_starts
 from .least_memory import few_options, least_memory, memory_models
 from .resize import resized_problem
@@ -84,6 +91,8 @@ def explain(
         return _several_limits(problems[-1])._replace(unit=pinned, limit="pins")
     for what in LIMITS:
         if what == "memory_limit_bytes" or getattr(problems[-1].goal, what) is not None:
+            if what == "amplification_limit" and _takes_nothing(problems[-1]):
+                return _several_limits(problems[-1])._replace(limit=UNMEASURED)
             closest = evidence.closest(problems, what, deadline)
             if closest is not None and what == "memory_limit_bytes":
                 return _memory_report(problems, closest, evidence, deadline)
@@ -157,6 +166,11 @@ def _pinned(problem: Problem) -> str | None:
         if not unit_options(pinned, k, problem.capability):
             return unit.name if unit_options(free, k, problem.capability) else None
     return None
+
+
+def _takes_nothing(problem: Problem) -> bool:
+    """Whether one device takes no time for the batch, so that no limit is a multiple of it."""
+    return all(single_device_batch_s(model) == 0 for model in problem.cost_models())
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -318,6 +332,7 @@ def needed(what: str, chosen: Choice) -> float:
     """How much of a limit that is not memory's a plan takes."""
     if what == "time_limit_s":
         return chosen.step_s * chosen.model.goal.slowdown
+    # Of no time at all there is no multiple, and ``explain`` names none; searches still compare it.
     return chosen.gpu_seconds / max(single_device_batch_s(chosen.model), 1e-300)
 
 

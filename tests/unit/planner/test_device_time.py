@@ -12,6 +12,8 @@ from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Option
 from meshwright.planner.solve.evaluate import evaluation
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve, solvers
 
 from tests.strategies import chain_profile, cluster, decided, linear
 
@@ -53,6 +55,21 @@ def test_where_units_take_no_time_any_device_seconds_are_over_the_limit():
     model = CostModel(chain_profile([linear("fc", 4, 4, 0.0)]), cluster(2), goal)
     assert overdrawn(model, model.baseline, 0.0) == 0.0
     assert overdrawn(model, model.baseline, 1e-6) > 0.0
+
+
+@pytest.mark.parametrize("solver", solvers())
+def test_a_limit_that_is_a_multiple_of_no_time_is_refused_as_such(solver):
+    goal = Goal(batch=8, amplification_limit=1.5)
+    profile = chain_profile([linear("a", 64, 64, 0.0), linear("b", 64, 64, 0.0)])
+    found = solve(Problem(profile, cluster(1, 2), goal), solver)
+    assert found.plan is None
+    assert found.infeasible.relaxations == ()
+    assert found.infeasible.sentence.endswith(
+        "a multiple of what one device takes, which is 0 s by the profile: leave the limit out, or "
+        "profile the model anew"
+    )
+    # One device by itself uses none either.
+    assert solve(Problem(profile, cluster(1), goal), solver).plan is not None
 
 
 def test_what_communication_slows_is_told_apart():
