@@ -47,7 +47,10 @@ def plan_file(tmp_path):
             "--hosts a,b,c --dry-run",
             "8 ranks do not divide over 3 hosts: use as many hosts as divi",
         ),
-        ("--hosts a,b --nproc 1,2,3", "--nproc has numbers for 3 hosts and there are 2"),
+        (
+            "--hosts a,b --nproc 1,2,3",
+            "--nproc (ranks_here) has numbers for 3 hosts and there are 2",
+        ),
         ("--hosts a,b --nproc 4,3 --dry-run", "the plan is for 8 ranks and 7 would be started"),
         ("--hosts a,b --nproc 4,3", "the plan is for 8 ranks and 7 would be started"),
         ("--hosts a;b", "'a;b' is no host"),
