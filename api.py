@@ -809,6 +809,7 @@ def auto_parallelize(
 
     limit = time_limit(timeout_s)
     check_schedule(schedule)
+    check_solver(solver)
     check_arguments(
         optimizer, plan=plan, global_batch_size=global_batch_size,
         memory_limit_bytes=memory_limit_bytes, micro_batches=micro_batches,

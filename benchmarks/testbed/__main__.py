@@ -1,6 +1,7 @@
 """``python -m benchmarks.testbed``: a bed that stays until Ctrl-C, and how to enter its hosts."""
 
 import argparse
+import shlex
 import signal
 import sys
 
@@ -24,7 +25,7 @@ def main() -> int:
             print(f"{bed.count} hosts, links shaped by token buckets of {BURST_BYTES // 1024} KiB:")
             for host, rate in zip(bed.hosts, bed.rates, strict=True):
                 print(f"  {host.name}  {host.address}  {rate:g} Mbit/s each way  core {host.core}")
-                print(f"    enter: {' '.join(host.command(['bash'])[:4])} bash")
+                print(f"    enter: {shlex.join(host.command(['bash']))}")
             print(
                 "on each of them, with its own number for N:\n"
                 f"  GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 torchrun --nnodes {bed.count} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -195,7 +196,10 @@ def test_the_command_says_how_to_enter_and_cleans_up() -> None:
         assert line, said
         said += line
     assert "ip netns exec mwbed" in said
-    enter = next(line for line in said.splitlines() if "enter:" in line).split("enter:")[1].split()
+    line = next(line for line in said.splitlines() if "enter:" in line)
+    enter = shlex.split(line.split("enter:")[1])
+    inside = [*enter[:-1], "hostname"]
+    assert subprocess.run(inside, capture_output=True, text=True, check=True).stdout == "host0\n"
     inside = [*enter[:-1], "ip", "-br", "addr", "show", "eth0"]
     assert "10.77.0.1" in subprocess.run(inside, capture_output=True, text=True, check=True).stdout
     asked.terminate()

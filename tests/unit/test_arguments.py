@@ -36,6 +36,12 @@ RIGHT: dict[str, Any] = {
 }
 
 
+def test_what_no_solver_is_called_is_told_before_anything_starts():
+    with pytest.raises(InputError, match="no solver 'integr': choose from auto, "):
+        mw.auto_parallelize(nn.Linear(2, 2), solver="integr")
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
