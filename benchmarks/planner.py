@@ -36,8 +36,9 @@ from meshwright.planner.schema.profile import (
     UnitProfile,
     UpdateRate,
 )
+from meshwright.planner.solve.lagrangian.solver import LagrangianSolver
 from meshwright.planner.solve.problem import Problem
-from meshwright.planner.solve.solver import solve, solvers
+from meshwright.planner.solve.solver import solve
 from rows import print_json, print_table
 
 ROWS = ((100, 64), (200, 64), (400, 256), (1000, 1024))
@@ -197,10 +198,8 @@ def row(units: int, ranks: int, slice_bytes: tuple[int, ...] = ()) -> dict[str, 
         profile=gpt_like(units), cluster=cluster_of(ranks, memory_gib=MEMORY_GIB), goal=goal,
         capability=EVERYTHING, schedule="priority", message_bytes=SLICE_BYTES,
     )  # fmt: skip
-    # Importing the solvers is no part of planning.
-    solvers()
     start, busy = time.perf_counter(), time.process_time()
-    result = solve(problem, "lagrangian")
+    result = solve(problem, LagrangianSolver.name)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - busy
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {

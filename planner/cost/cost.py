@@ -126,12 +126,14 @@ class CostModel(Exchanges):
         super().__init__(profile, fabric, micro_batches, message_bytes, sliced)
         self.cluster, self.goal = cluster, goal
         self.world_size, self.host_bytes_per_s = cluster.world_size, cluster.host_bytes_per_s
+        self.host_memory_bytes = cluster.host_memory_bytes
         self.local_batch_sizes = local_batch_sizes
         self.counts = batch_counts(goal.batch, self.world_size, micro_batches, local_batch_sizes)
         self.kinds = device_kinds(profile, cluster, self.placement)
         self._units: dict[tuple[int, Option], UnitCost] = {}
         self._shares: dict[tuple[int, Style, int, tuple[int, ...]], _Share] = {}
         self._samples: dict[Layout, tuple[int, ...]] = {}
+        self._inners: dict[tuple[int, Style, Layout], tuple[OnLink, OnLink]] = {}
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._traffic: dict[tuple[TensorPlacement, TensorPlacement, int], Traffic] = {}
 
@@ -193,11 +195,10 @@ class CostModel(Exchanges):
     def _unit(self, k: int, option: Option) -> UnitCost:
         refuse_unmodelled(self, k, option)
         unit, (layout, style) = self.profile.units[k], option[:2]
-        samples = self._most_samples(layout)
         share = self._share(k, style, layout)
         _, trained, payload = self.unit_sizes(k, option)
         exchange, slice_s = self.exchanged(option, payload)
-        inner_forward, inner_backward = self._inner(k, option, samples)
+        inner_forward, inner_backward = self._inner(k, style, layout)
         # The rank waits for the copies of a mirror on the host: to the device and back.
         host_rate = self.host_bytes_per_s
         copies_s = 2.0 * trained / (host_rate or 1.0) if option.feedback == "host_mirror" else 0.0
@@ -220,6 +221,7 @@ class CostModel(Exchanges):
             cost = recomputed(cost, self.rerun_s(k))
         elif option.memory == "offload":
             assert host_rate is not None, "refused where the rate is not known"
+            samples = self._most_samples(layout)
             cost = offloaded(cost, saved_bytes(unit, style, layout.degree, samples) / host_rate)
         return released(cost) if option.early_release else cost
 
@@ -347,21 +349,28 @@ class CostModel(Exchanges):
             trained_bytes * max(after, default=0.0),
         )
 
-    def _inner(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
-        """The collectives inside a unit, forward and backward: the all-reduce of ``global`` batch
-        statistics, and those of its partial sums."""
-        unit, layout = self.profile.units[k], option.layout
+    def _inner(self, k: int, style: Style, layout: Layout) -> tuple[OnLink, OnLink]:
+        """The collectives inside a unit, forward and backward, which a unit's many policies in one
+        layout have in common: the all-reduce of ``global`` batch statistics, and those of its
+        partial sums."""
+        key = (k, style, layout)
+        if key not in self._inners:
+            self._inners[key] = self._inner_of(*key)
+        return self._inners[key]
+
+    def _inner_of(self, k: int, style: Style, layout: Layout) -> tuple[OnLink, OnLink]:
+        unit = self.profile.units[k]
         statistics = forward = backward = OnLink()
         if unit.batch_statistics and self.goal.batch_statistics == "global":
             ring = self.ring(layout, "all")
             seconds = collective_s(self.fabric, ring, "all_reduce", unit.statistics_bytes)
             part = ring_steps("all_reduce", ring.ranks) / ring.ranks
             statistics = OnLink(seconds, LINKS.index(ring.level), part * unit.statistics_bytes)
-        if option.style in ("row", "pair") and layout.degree > 1:
-            out, back = self.partial_sums_per_sample(k, option.style)
+        if style in ("row", "pair") and layout.degree > 1:
+            out, back = self.partial_sums_per_sample(k, style)
             # Members send each other the samples of each, and add up what comes; backward each gets
             # the gradient of the others' samples: the same boxes the other way.
-            summed = output_placement(layout, option.style)
+            summed = output_placement(layout, style)
             moved = self._moved(summed, TensorPlacement(layout, "replicate"), 1)
             link = moved.level.item()
             forward = OnLink(

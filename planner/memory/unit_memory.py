@@ -61,6 +61,7 @@ class MemoryModel:
         self._units: dict[tuple[int, Option, int | None], UnitBytes] = {}
         # A unit's many policies in one layout are of the same measured share.
         self._measured: dict[tuple[int, Style, int, int], tuple[float, ...]] = {}
+        self._entering: dict[int, tuple[float, float]] = {}
         self._sizes: dict[tuple[int, Style, int], list[tuple[ParameterProfile, int]]] = {}
 
     @cached_property
@@ -203,18 +204,26 @@ class MemoryModel:
         unit, degree = self.model.profile.units[k], option.layout.degree
         if degree == 1 or samples is None:
             return 0.0
-        edges, into = self.model.profile.edges, self.model.edges_into[k]
-        entering = sum(edges[e].bytes_per_sample for e in into)
-        whole = (entering if unit.input_saved is None else unit.input_saved) * samples
-        # What it may share with other units is counted once for all of them (``moved``).
-        unshared_bytes = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
-        share = unshared_bytes / entering if entering else 0.0
+        if k not in self._entering:
+            self._entering[k] = self._entering_bytes(k)
+        per_sample, share = self._entering[k]
+        whole = per_sample * samples
         split = unit.split(option.style)
         if option.style == "row" and split is not None:
             # The largest member's part.
             whole *= ceil(split.features / degree) / split.features
         # Counted to the units that made it, as if somebody kept it.
         return max(whole - unit.input_kept * samples / degree, 0.0) * share
+
+    def _entering_bytes(self, k: int) -> tuple[float, float]:
+        """Bytes of a sample of a unit's input, and the share of them that no other unit may share:
+        what may be shared is counted once for all of them (``moved``)."""
+        edges, into = self.model.profile.edges, self.model.edges_into[k]
+        saved = self.model.profile.units[k].input_saved
+        entering = sum(edges[e].bytes_per_sample for e in into)
+        unshared_bytes = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
+        share = unshared_bytes / entering if entering else 0.0
+        return entering if saved is None else saved, share
 
     def sizes_bytes(self, k: int, option: Option) -> list[tuple[ParameterProfile, int]]:
         """The unit's parameters that are trained, each with the bytes of a member's shard."""

@@ -78,8 +78,12 @@ def tied_units(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
     for k, unit in enumerate(profile.units):
         for name in {p.shared for p in unit.parameters}:
             a, b = group[first.setdefault(name, k)], group[k]
-            group = [min(a, b) if g in (a, b) else g for g in group]
-    return tuple(tuple(i for i, g in enumerate(group) if g == own) for own in group)
+            if a != b:
+                group = [min(a, b) if g in (a, b) else g for g in group]
+    members: dict[int, list[int]] = {}
+    for k, own in enumerate(group):
+        members.setdefault(own, []).append(k)
+    return tuple(tuple(members[own]) for own in group)
 
 
 def allowed(

@@ -103,8 +103,13 @@ class _StepRun:
     """The state of a simulation: the clock, the rank's place in its work, what links carry."""
 
     def __init__(self, step: Step, steps: int, interference: Interference) -> None:
-        self.step, self.interference = step, interference
+        self.step = step
+        # How fast computing goes while a message is under way, and messages while it computes.
+        self.compute_rate = 1 / interference.compute_slowdown
+        self.communication_rate = 1 / interference.communication_slowdown
         self.now_s = 0.0
+        used = {message.link for message in step.messages}
+        self.links = [link for link in LINKS if link in used]
         self.waiting: dict[str, list[tuple[tuple[float, int], _Sending]]]
         self.waiting = {link: [] for link in LINKS}
         self.sending: dict[str, _Sending | None] = dict.fromkeys(LINKS)
@@ -126,8 +131,10 @@ class _StepRun:
         """Does one piece of the rank's work and whatever links carry meanwhile."""
         # Under priority a unit is updated in the next step's forward, with this step's gradients.
         gate = step if self.step.schedule == "barrier" else step - 1
-        while gate >= 0 and any(self.missing[gate].get(k) for k in work.awaits):
-            self._advance(None, float("inf"))
+        if work.awaits and gate >= 0:
+            missing = self.missing[gate]
+            while any(map(missing.get, work.awaits)):
+                self._advance(None, float("inf"))
         left, start = work.seconds, self.now_s
         if not self.under_way:
             self.now_s, left = self.now_s + left, 0.0
@@ -150,13 +157,13 @@ class _StepRun:
     def _advance(self, work: Work | None, left: float) -> float:
         """Runs to the next event; returns what is left of the work."""
         resource = work.resource if work else None
-        tasks = [t for link in LINKS if (t := self._serve(link, blocked=link == resource))]
+        tasks = self._served(resource)
         computing = resource == COMPUTE
-        work_rate = 1 / self.interference.compute_slowdown if computing and tasks else 1.0
-        rate = 1 / self.interference.communication_slowdown if computing else 1.0
-        passed = min([t.left_s / rate for t in tasks], default=float("inf"))
-        until_done = left / work_rate
-        span = min(passed, until_done)
+        work_rate = self.compute_rate if computing and tasks else 1.0
+        rate = self.communication_rate if computing else 1.0
+        until_done = span = left / work_rate
+        for task in tasks:
+            span = min(span, task.left_s / rate)
         assert span < float("inf"), "the rank waits for what nobody sends"
         self.now_s += span
         for task in tasks:
@@ -166,9 +173,21 @@ class _StepRun:
                 self._pause(task)
                 self.sending[task.message.link] = None
                 self.under_way -= 1
+                missing = self.missing[task.step]
                 for k in task.message.units:
-                    self.missing[task.step][k] -= 1
+                    missing[k] -= 1
         return 0.0 if until_done <= span else left - span * work_rate
+
+    def _served(self, resource: str | None) -> list[_Sending]:
+        """The messages that links carry while the rank uses ``resource``."""
+        tasks = []
+        for link in self.links:
+            task = self.sending[link]
+            if link == resource or task is None or task.since_s is None or self.step.preempt:
+                task = self._serve(link, blocked=link == resource)
+            if task is not None:
+                tasks.append(task)
+        return tasks
 
     def _serve(self, link: str, *, blocked: bool) -> _Sending | None:
         """The message that a link carries now, or None if it is idle, or ``blocked`` by what the

@@ -62,7 +62,7 @@ class Message(NamedTuple):
     @property
     def whole_s(self) -> float:
         """Seconds in a step in which it is sent."""
-        return self.seconds / fmean(self.turns or (1.0,))
+        return self.seconds / fmean(self.turns) if self.turns else self.seconds
 
     @property
     def first(self) -> int:

@@ -49,7 +49,7 @@ def may_mirror(model: CostModel, k: int, option: Option) -> bool:
 
 def allotted_bytes(model: CostModel, k: int, kind: Kind) -> float:
     """What unit ``k`` may take of the host's memory for that; infinite where it is not known."""
-    if model.cluster.host_memory_bytes is None:
+    if model.host_memory_bytes is None:
         return inf
     allotted: Allotments | None = vars(model).get("_allotments")
     if allotted is None:
@@ -60,7 +60,7 @@ def allotted_bytes(model: CostModel, k: int, kind: Kind) -> float:
 
 def check_host_memory(model: CostModel, decisions: Sequence[Option]) -> None:
     """Raises ``InputError`` where what is offloaded or mirrored is more than the hosts have."""
-    if model.cluster.host_memory_bytes is None:
+    if model.host_memory_bytes is None:
         return
     needed = sum(
         pinned_bytes(model, k, option, busiest_samples(model.counts, option.layout))
@@ -76,7 +76,7 @@ def check_host_memory(model: CostModel, decisions: Sequence[Option]) -> None:
 
 
 def _room(model: CostModel) -> float:
-    known = model.cluster.host_memory_bytes
+    known = model.host_memory_bytes
     return inf if known is None else PINNED_SHARE * known
 
 

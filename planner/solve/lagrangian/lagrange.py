@@ -53,7 +53,7 @@ RESTRICTED_EVERY = 6
 LARGEST = 4
 # Seconds that it may take, each time, and more for each unit.
 RESTRICTED_S = 1.0
-RESTRICTED_UNIT_S = 0.004
+RESTRICTED_UNIT_S = 0.02
 
 
 class Weights(NamedTuple):
