@@ -22,7 +22,7 @@ from ..planner.schema.pins import parse_wishes
 from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load, save
-from ..planner.schema.text import seconds
+from ..planner.schema.text import samples, seconds
 from ..planner.solve.heuristic.resize import resized, resized_with
 from ..planner.solve.local_steps import cannot
 from ..planner.solve.request import made_from, problem_of
@@ -184,10 +184,6 @@ def _unused_speeds(
     )
 
 
-def _samples(count: int) -> str:
-    return "1 sample" if count == 1 else f"{count} samples"
-
-
 def _fewer_fragments(made: Plan) -> str | None:
     """That fewer fragments were made than were asked for, and why."""
     local, asked = made.local_steps, made.goal.fragments
@@ -234,8 +230,9 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     least, more = divmod(goal.batch, ranks)
     if more and not made.local_batch_sizes:
         note(
-            f"a batch of {goal.batch} does not divide over {ranks} ranks: {more} of them take "
-            f"{_samples(least + 1)} and the others {_samples(least)}, and every sample counts alike"
+            f"a batch of {goal.batch} does not divide over {ranks} ranks: {more} of them "
+            f"{'takes' if more == 1 else 'take'} {samples(least + 1)} and the others "
+            f"{samples(least)}, and every sample counts alike"
         )
     changed = any(unit.lossy or unit.rounded for unit in made.units)
     if goal.allow_lossy and not changed:

@@ -27,6 +27,8 @@ from ..models.units.storages import storage_of
 from ..models.workload import Batch, Workload
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
+from ..planner.schema.goal import Pin
+from ..planner.schema.pins import check_named
 from ..planner.schema.profile import (
     ModelProfile,
     ParameterProfile,
@@ -133,6 +135,19 @@ def profile(
     with _as_measured(workload) as chosen:
         job = _Job(chosen, where, budget_s, progress)
         return _profile(job, batches, optimizers, degrees, repeats, room_bytes)
+
+
+def check_pinned(workload: Workload, pins: Sequence[Pin]) -> None:
+    """Refuses pins on units that the model does not have; raises ``InputError``. Measures
+    nothing."""
+    with (
+        _as_measured(workload) as chosen,
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # who measures the model is warned then
+        found, _ = discovered(chosen.model, lambda size: own_batch(chosen, size))
+    check_named(pins, found.units)
 
 
 def measured_updates(

@@ -53,7 +53,7 @@ from .kept_estimates import digest, keep_estimate, sources
 from .links import probe as probe_ranks
 from .links import single_device
 from .memory import is_dry
-from .model import FEW, measured_updates
+from .model import FEW, check_pinned, measured_updates
 from .model import profile as profile_model
 from .progress import StageProgress
 
@@ -537,6 +537,8 @@ def profile_for(
         batches = batches_for(goal, cluster.world_size)
         ranks = max(len(node.devices) for node in cluster.nodes)
         chosen, where = _tried(target, precision), local_device()
+        if goal.pins:
+            check_pinned(chosen, goal.pins)
         if ranks > 1 and where.type == "cpu" and isinstance(target, str):
             return _on_ranks(target, batches, ranks, chosen.precision, refresh=False)
 

@@ -14,7 +14,7 @@ from ...planner.schema.cluster import LINK_NAMES, Cluster, Node
 from ...planner.schema.local_steps import MOST_INNER_STEPS
 from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
-from ...planner.schema.text import expected, gap_text, rate, seconds, size
+from ...planner.schema.text import expected, gap_text, rate, samples, seconds, size
 from ...planner.solve.local_steps import HIDDEN
 from .comparisons import QUANTITIES
 from .folding import fold_short as folded
@@ -124,7 +124,7 @@ def speed_sentences(profile: ModelProfile) -> list[str]:
     for times in profile.node_times:
         own, there = profile.step, times.step
         faster = "" if own is None or there is None or not there(batch) else (
-            f" of {batch} samples takes {seconds(there(batch))}, not {seconds(own(batch))}"
+            f" of {samples(batch)} takes {seconds(there(batch))}, not {seconds(own(batch))}"
         )  # fmt: skip
         words.append(f"On {', '.join(times.nodes)} ({times.device}) a step{faster or ' differs'}.")
     return words
@@ -340,7 +340,7 @@ PREDICTED = (
 
 def prediction_table(plan: Plan) -> Table:
     """The predicted step, part by part, beside plain data parallelism."""
-    title = f"Predicted for one step of {plan.goal.batch} samples and {plan.goal.optimizer}"
+    title = f"Predicted for one step of {samples(plan.goal.batch)} and {plan.goal.optimizer}"
     table = empty_table(title, ("", "this plan", "data parallel"))
 
     def shown(prediction: Prediction, name: str) -> str:
@@ -366,7 +366,7 @@ def prediction_table(plan: Plan) -> Table:
 def units_table(profile: ModelProfile, *, fold: bool = True) -> Table:
     """What was measured of each unit, at the largest batch measured."""
     batch = profile.batches[-1]
-    title = f"{profile.target} on {profile.device}, {profile.dtype}, {batch} samples"
+    title = f"{profile.target} on {profile.device}, {profile.dtype}, {samples(batch)}"
     headings = ("unit", "kind", "divisible", "parameters", "forward", "backward", "saved")
     table = empty_table(title, headings, left=3)
 

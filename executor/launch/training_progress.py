@@ -28,7 +28,7 @@ from ...models.workload import device_of
 from ...planner.schema import cache
 from ...planner.schema.cluster import LINK_NAMES, Cluster, LevelName
 from ...planner.schema.errors import InputError
-from ...planner.schema.plan import Plan
+from ...planner.schema.plan import Plan, Prediction
 from ...planner.schema.record import Count, Record, Seconds
 from ...planner.schema.report import LEAST_STEPS
 from ...planner.schema.text import expected, seconds
@@ -54,6 +54,9 @@ WARM_UP = 3
 """Steps that are not held against the prediction: memory is first allocated, caches are cold."""
 COMPARED_S = 30.0
 """How often it is asked why steps are not as predicted."""
+FAR = 0.05
+"""The share of an end of the predicted interval by which steps must leave it to be told of: less
+has no cause that could be named."""
 MOST_STEPS = 200
 """So many of the latest steps count."""
 
@@ -204,9 +207,7 @@ class TrainingProgress:
         if found.steps < LEAST_STEPS:
             self._answer_s = time.monotonic() + TOLD_S
             return
-        predicted = self._plan.prediction
-        low, high = predicted.low_s, predicted.high_s
-        if low is None or high is None or low <= found.step_s <= high:
+        if not is_far(found.step_s, self._plan.prediction):
             return
         if time.monotonic() < self._compared_s + COMPARED_S:
             return
@@ -328,6 +329,14 @@ class _FiguresOfRanks:
             self._heard = found
 
 
+def is_far(step_s: float, predicted: Prediction) -> bool:
+    """Whether steps leave the predicted interval by more than ``FAR``."""
+    low, high = predicted.low_s, predicted.high_s
+    if low is None or high is None:
+        return False
+    return not low * (1 - FAR) <= step_s <= high * (1 + FAR)
+
+
 def why_not_as_predicted(
     plan: Plan,
     ranks: Mapping[int, RankSteps],
@@ -418,7 +427,8 @@ def progress(
 
     Steps are noticed by themselves; ``step(loss)`` of what is returned tells the loss, of which the
     latest is copied to the host when a line is shown. Says once for each cause what makes steps
-    leave the predicted interval. Where ``launch`` shows progress already, that is returned.
+    leave the predicted interval by more than 5%. Where ``launch`` shows progress already, that is
+    returned.
     """
     if every_s is not None and not every_s > 0:
         raise InputError(f"a line every {every_s:g} s cannot be shown: give more than 0 s")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import NamedTuple, get_args
+from typing import NamedTuple, Protocol, get_args
 
 import msgspec
 
@@ -141,20 +141,40 @@ def spelled_out(goal: Goal, profile: ModelProfile, capability: Capability, world
     return found
 
 
-def no_such_unit(pin: Pin, profile: ModelProfile) -> InputError:
+class NamedUnit(Protocol):
+    """A unit as pins name it: of a profile, or of a model that has not been measured."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def modules(self) -> Sequence[str]: ...
+
+
+def check_named(pins: Iterable[Pin], units: Sequence[NamedUnit]) -> None:
+    """Raises ``InputError`` for a pin or a prohibition that names no unit."""
+    for pin in pins:
+        if not any(pin.unit == u.name or fnmatchcase(u.name, pin.unit) for u in units):
+            raise no_such_unit(pin, units)
+
+
+def no_such_unit(pin: Pin, units: Sequence[NamedUnit]) -> InputError:
     """That a pin or a prohibition names no unit; the nearest names, and what lists them all."""
-    every = [unit.name for unit in profile.units]
-    names = [unit.name for unit in profile.units if unit.kind not in FIXED_KINDS] or every
+    every = [unit.name for unit in units]
+    names = [unit.name for unit in units if unit.kind not in FIXED_KINDS] or every
     near = nearest(pin.unit, names)
-    home = next((unit.name for unit in profile.units if pin.unit in unit.modules), None)
+    home = next((unit.name for unit in units if pin.unit in unit.modules), None)
     if home is not None:
         return InputError(
             f"{pin.unit!r}, which shall be {pin.wish}, is a module of unit {home!r}: write "
             f"{home!r} for all of it"
         )
-    units = f"try {quoted(near)}" if near else f"they are {names[0]!r} to {names[-1]!r}"
+    some = f"try {quoted(near)}" if near else f"they are {names[0]!r} to {names[-1]!r}"
     return InputError(
-        f"no unit is called {pin.unit!r}, which shall be {pin.wish}: {units}; 'meshwright plan' "
+        f"no unit is called {pin.unit!r}, which shall be {pin.wish}: {some}; 'meshwright plan' "
         f"without that and with --all-units lists all {len(names)}"
     )
 
@@ -185,7 +205,7 @@ class _States:
         named = [name for name in self.of if fnmatchcase(name, pin.unit)]
         able = [name for name in named if self.left(name, (pin,))]
         if not named:
-            raise no_such_unit(pin, self.profile)
+            raise no_such_unit(pin, self.profile.units)
         if not able:
             raise InputError(self._cannot(named[0], (pin,)))
         return [msgspec.structs.replace(pin, unit=name) for name in able]

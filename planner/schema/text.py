@@ -48,6 +48,11 @@ def ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
+def samples(count: int) -> str:
+    """So many samples in words."""
+    return "1 sample" if count == 1 else f"{count} samples"
+
+
 def rate(bytes_per_s: float) -> str:
     """A bandwidth in bits."""
     # Networks are sold by the bit, memory and messages are counted by the byte.

@@ -223,7 +223,7 @@ def _check(problem: Problem) -> None:
     names = [unit.name for unit in problem.profile.units]
     for pin in goal.pins:
         if pin.unit not in names:
-            raise no_such_unit(pin, problem.profile)
+            raise no_such_unit(pin, problem.profile.units)
     if problem.placement is not None and sorted(problem.placement) != list(range(world)):
         order = ", ".join(map(str, problem.placement))
         raise InputError(f"placement {order} is not an order of ranks 0 to {world - 1}")

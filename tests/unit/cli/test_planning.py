@@ -82,6 +82,8 @@ def test_a_batch_that_does_not_divide_is_allowed_and_said(meshwright, profile_fi
     done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 250)
     assert done.code == 0
     assert "2 of them take 32 samples and the others 31" in done.err
+    done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 9)
+    assert "1 of them takes 2 samples and the others 1 sample, and" in done.err
 
 
 @pytest.mark.slow

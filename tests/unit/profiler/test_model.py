@@ -12,13 +12,18 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
+from meshwright.executor.comm.setups import device_name
 from meshwright.models import zoo as models
 from meshwright.models.spec import UnitSpec
 from meshwright.models.units.discover import discover
 from meshwright.models.workload import Batch, Workload
+from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal, Pin
+from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import decode, encode
+from meshwright.profiler import sessions
 from meshwright.profiler.estimate import estimate
 from meshwright.profiler.memory import SavedTensors, measure_footprint
 from meshwright.profiler.model import profile
@@ -488,3 +493,31 @@ def test_dividing_has_a_part_of_the_time_although_it_was_spent_before():
     slow = Workload("slow", model, make_batch, F.cross_entropy)
     found = profile(slow, batches=(64, 128), degrees=(2,), repeats=1, budget_s=0.2)
     assert any(share.degree == 2 for unit in found.units for share in unit.shares)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pin_on_no_unit_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    device = Device(name=device_name(torch.device("cpu")), memory_bytes=2**30)
+    links = (Level(name="intra", latency_s=0.0, bytes_per_s=1e9),) * (ranks > 1)
+    nodes = (Node(name="host", devices=(device,) * ranks),)
+    there = Cluster(name="here", nodes=nodes, levels=links)
+    monkeypatch.setattr(sessions, "local_device", lambda: torch.device("cpu"))
+
+    def measured(*_: object, **__: object) -> ModelProfile:
+        raise RuntimeError("measured")
+
+    monkeypatch.setattr(sessions, "_on_ranks", measured)
+    monkeypatch.setattr(sessions, "profile_model", measured)
+
+    def plan(*units: str) -> None:
+        pins = tuple(Pin(unit=unit, only=(Layout(groups=ranks),)) for unit in units)
+        mw.plan("mlp", there, Goal(batch=8, pins=pins))
+
+    before = torch.get_rng_state()
+    with pytest.raises(InputError, match=r"no unit is called '11', .*: try '1'"):
+        plan("1", "11")
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(RuntimeError, match="measured"):
+        plan("1", "?")

@@ -11,6 +11,7 @@ from meshwright.executor.launch.training_progress import (
     RankSteps,
     _LatestLoss,
     _Line,
+    is_far,
     why_not_as_predicted,
 )
 from meshwright.planner.schema.goal import Goal
@@ -71,6 +72,13 @@ def test_steps_that_are_quicker_are_a_cause_of_their_own():
     found = why(steps(0.02, 0.01, 0.02))
     assert found.about == "quicker"
     assert "calibrate" in found.sentence
+
+
+def test_steps_that_are_hardly_outside_are_not_told_of():
+    """A tenth of a millisecond beyond the interval has no cause that could be named."""
+    told = [ms for ms in (85, 86, 90, 100, 110, 115, 116) if is_far(ms / 1e3, PREDICTED)]
+    assert told == [85, 116]
+    assert not is_far(1.0, msgspec.structs.replace(PREDICTED, low_s=None, high_s=None))
 
 
 def test_a_file_gets_lines_and_a_terminal_one_line(monkeypatch):
