@@ -14,6 +14,7 @@ from ..executor.capability import CAPABILITY
 from ..executor.launch.progress import progress
 from ..executor.notes import note
 from ..planner.cost.device_kinds import with_relative_speeds
+from ..planner.explain.what_if import ddp_step_s
 from ..planner.explain.why import units_told
 from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError
@@ -31,6 +32,7 @@ from .output import check_out, deliver, show
 from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,
+    ddp_sentence,
     decision_table,
     fewer_sentence,
     local_batch_sentences,
@@ -254,6 +256,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     # A profile measured for this plan is found on disk again, unless it could not be kept there.
     with suppress(InputError):
         profile, cluster = made_from(made, profile, cluster)
+        words += filter(None, [ddp_sentence(made, ddp_step_s(made, profile, cluster))])
         words += origin_sentences(made, profile, cluster)
         words += memory_sentences(made, profile, cluster)
         words.append(bound_sentence(api.bottleneck(made, profile, cluster)))

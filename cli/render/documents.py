@@ -48,6 +48,19 @@ def verdict(plan: Plan) -> str:
     return f"{gain(plan)}; {_proof(plan)}."
 
 
+def ddp_sentence(plan: Plan, ddp_s: float) -> str | None:
+    """That DistributedDataParallel would take longer than the data parallelism beside the plan,
+    which has the plan's schedule; ``ddp_s`` is its step."""
+    if plan.local_steps is not None or ddp_s < plan.baseline.step_s * (1 + TOLD):
+        return None
+    times = ddp_s / plan.prediction.step_s
+    return (
+        "Data parallelism is predicted by the same schedule here, which sends first what forward "
+        f"needs first. As DistributedDataParallel sends gradients a step would take "
+        f"{seconds(ddp_s)}, {times:.2f} times this plan's."
+    )
+
+
 def local_sentences(plan: Plan) -> list[str]:
     """How hosts train apart, where they do."""
     local = plan.local_steps
@@ -236,6 +249,8 @@ RECOMPUTED = 0.02
 STARVED = 0.05
 
 
+# How much longer than the baseline's the step of DistributedDataParallel must be to be told.
+TOLD = 0.05
 # A gap up to which a plan is said to be the best: what solvers take for none.
 EXACT = 1e-4
 # Of two figures that differ by less, both read the same.

@@ -334,3 +334,10 @@ def quicker_on_fewer(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Few
         if over_bytes(model, model.baseline) <= 0:
             found.append(FewerDevices(devices, taken_s))
     return min(found, key=lambda one: one.step_s, default=None)
+
+
+def ddp_step_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
+    """The step of plain data parallelism as DistributedDataParallel sends gradients, in buckets as
+    they get ready. The plan's baseline may have the plan's own schedule, where that is quicker."""
+    model = CostModel(profile, cluster, plan.goal, micro_batches=plan.micro_batches)
+    return evaluation(model, model.baseline).prediction.step_s

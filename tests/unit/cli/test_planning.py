@@ -62,6 +62,22 @@ def test_the_gain_printed_is_the_plans(meshwright, profile_file, cluster_file, t
     assert f"{made.speedup:.2f} times as fast" in done.out
 
 
+def test_what_ddp_would_take_is_told_beside_a_plan_by_priority(meshwright, profile_file, tmp_path):
+    """Data parallelism beside such a plan goes by priority too, as ``advise``'s does not."""
+    links = tmp_path / "links.json"
+    save(cluster_of(2, gbit_s=100.0), links)
+    base = ("plan", profile_file, "-c", links, "--batch", 256)
+    told = "As DistributedDataParallel sends gradients a step would take 58.47 ms, 1.23 times this"
+    done = meshwright(*base, "--schedule", "priority", "--slices", "4MiB")
+    assert told in " ".join(done.out.split())
+    done = meshwright(*base, "--schedule", "barrier")
+    assert done.code == 0
+    assert "DistributedDataParallel" not in done.out
+    done = meshwright("advise", profile_file, "-c", links, "--batch", 256)
+    (ddp,) = (line for line in done.out.splitlines() if "data parallel (DDP)" in line)
+    assert "58.47 ms" in ddp
+
+
 def test_runs_of_equal_decisions_are_folded(meshwright, profile_file, cluster_file):
     arguments = ("plan", profile_file, "-c", cluster_file, "--batch", 256)
     folded, whole = meshwright(*arguments), meshwright(*arguments, "--all-units")
