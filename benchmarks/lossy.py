@@ -80,6 +80,7 @@ EXCHANGES = (
     Exchange("dropped", 0.1),
     Exchange("topk", 0.05),
     Exchange("topk", 0.01),
+    Exchange("low_rank", 0.01),
 )
 
 

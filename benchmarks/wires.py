@@ -11,12 +11,15 @@ from meshwright.planner.cost.exchange import INT8_BYTES
 from meshwright.planner.explain.compare import with_exchange, with_wire
 from meshwright.planner.schema.goal import make_goal
 from meshwright.planner.schema.profile import ModelProfile
+from msgspec.structs import replace
 from systems import BUCKETS_MB, WARM_UP, Measured, System, by_ddp, medians, planned
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 RANKS = (1, 2, 4)
+# The share of the elements that low rank sends: ranks of 2 and 3 in matrices of 256 columns.
+LOW_RANK = 0.01
 # One bucket: with several the hook's next collective is begun by whichever of gloo's threads ends
 # the last, in another order on each rank, and ranks wait for each other for ever (torch 2.13).
 ONE_BUCKET_MB = 10**6
@@ -24,10 +27,11 @@ ONE_BUCKET_MB = 10**6
 WHOLE_STEPS = 2
 COLUMNS = (
     "model", "hosts", "batch", "ratio", "mbit_s", "compute_s", "ddp_best_s", "ddp_bf16_s",
-    "powersgd_s", "priority_s", "bf16_s", "int8_s", "plan_bf16_s", "bound_s", "bf16_bound_s",
-    "efficiency", "ddp_best / bf16", "ddp_bf16 / bf16", "ddp_best / int8",
-    "ddp_best / plan_bf16",
+    "powersgd_s", "priority_s", "bf16_s", "int8_s", "low_rank_s", "plan_bf16_s", "bound_s",
+    "bf16_bound_s", "efficiency", "ddp_best / bf16", "ddp_bf16 / bf16", "ddp_best / int8",
+    "ddp_best / plan_bf16", "powersgd / low_rank",
     "start_loss", "priority_loss", "ddp_bf16_loss", "powersgd_loss", "bf16_loss", "int8_loss",
+    "low_rank_loss",
 )  # fmt: skip
 
 
@@ -64,6 +68,9 @@ def compared_wires(
     # Every rank sends its gradient to each other, where a ring sends it twice in all.
     quarter = measured.plan(share=INT8_BYTES / 4 * dist.get_world_size() / 2)
     systems["int8"] = System(measured.workload(), plan=with_exchange(quarter, "int8"))
+    hundredth = with_exchange(measured.plan(share=LOW_RANK), "low_rank")
+    units = (replace(unit, exchange_ratio=LOW_RANK) for unit in hundredth.units)
+    systems["low_rank"] = System(measured.workload(), plan=replace(hundredth, units=tuple(units)))
     goal = make_goal(batch.size * dist.get_world_size(), optimizer="momentum", allow_lossy=True)
     chosen = planned(model, goal)
     systems["plan_bf16"] = System(measured.workload(), plan=chosen)
@@ -81,7 +88,7 @@ def compared_wires(
         "ddp_best": best(*(f"ddp_{mb}" for mb in BUCKETS_MB)),
         "ddp_bf16": best(*(f"ddp_bf16_{mb}" for mb in BUCKETS_MB)),
         "powersgd": best(*(f"powersgd_{rank}" for rank in RANKS)),
-        **{key: key for key in ("priority", "bf16", "int8", "plan_bf16")},
+        **{key: key for key in ("priority", "bf16", "int8", "low_rank", "plan_bf16")},
     }
     return {
         "start_loss": start_loss,

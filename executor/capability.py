@@ -10,7 +10,7 @@ from ..planner.schema.capability import Capability
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep", "recompute", "offload"),
-    exchange=("dense", "sharded", "fully_sharded", "dropped", "topk", "int8"),
+    exchange=("dense", "sharded", "fully_sharded", "dropped", "topk", "int8", "low_rank"),
     idle_positions=True,
     branches=True,
     early_release=True,

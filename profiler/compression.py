@@ -17,16 +17,20 @@ from torch import Tensor
 
 from ..executor.gradients.feedback import ErrorFeedback, l1
 from ..executor.gradients.int8 import average, pack
+from ..executor.gradients.low_rank import Directions
 from ..executor.gradients.topk import add_parts, largest, packed, topk_elements
 from ..executor.gradients.wire import WIRE_DTYPES, decode, encode, wire_dtype
+from ..planner.cost.exchange import thin_share
 from ..planner.schema.profile import CodedExchange, CompressionRate
 from .catalogue import Datasheet
-from .fidelity import RATIOS
+from .fidelity import RANKS, RATIOS
 from .roofline import estimated_s
 from .timing import timed
 
 # Elements of the slice, 2 MiB of float32: plans have slices of 1, 4 and 16 MiB.
 ELEMENTS = 2**19
+ROWS = 2**9
+"""Of the slice as a matrix."""
 PAUSE_S = 0.005
 CACHED_BYTES = 2**26  # more than caches hold
 PEERS = 4
@@ -67,6 +71,8 @@ def part_codings(gradient: Tensor) -> Iterator[Coding]:
     """Those of the exchanges that send a part of a flat gradient."""
     for ratio in RATIOS["topk"]:
         yield _topk(gradient, ratio)
+    for rank in (RANKS[0], RANKS[-1]):
+        yield _low_rank(gradient, rank)
     held = ErrorFeedback()
     held.restore(torch.zeros_like(gradient))
     # What waits is added up, and its size is agreed on.
@@ -100,6 +106,24 @@ def _topk(gradient: Tensor, ratio: float) -> Coding:
 
     return Coding(
         "topk", choose, lambda: put_together(PEERS), lambda: put_together(1), ratio, PEERS
+    )
+
+
+def _low_rank(gradient: Tensor, rank: int) -> Coding:
+    rows, columns = ROWS, gradient.numel() // ROWS
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    directions = Directions(rows, columns, rank, dtype, gradient.device, "")
+    values, mean = gradient.clone().view(rows, columns), torch.empty_like(gradient)
+    residual, on_stream = torch.zeros_like(values), gradient.is_cuda
+    return Coding(
+        "low_rank",
+        lambda: directions.thin(values, residual, on_stream=on_stream),
+        # A step takes the one thin matrix that was sent, of one side or the other.
+        lambda: directions.take(
+            (directions.left if directions.by_rows else directions.right), mean.view_as(values)
+        ),
+        lambda: decode(gradient, gradient.dtype, 1),
+        thin_share(rows, columns, rank),
     )
 
 

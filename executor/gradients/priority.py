@@ -79,6 +79,7 @@ from .feedback import Held, Lossy, hand_over
 from .flat_shard import ShardedGradient
 from .fully_sharded import FullyShardedGradGroup
 from .int8 import Int8GradGroup
+from .low_rank import LowRankGradGroup, LowRankState
 from .order import Orders, SendOrder
 from .pending import WaitingGradient, vacating, weakly
 from .release import Release
@@ -94,6 +95,7 @@ GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
     "dropped": DroppedGradGroup,
     "topk": TopkGradGroup,
     "int8": Int8GradGroup,
+    "low_rank": LowRankGradGroup,
 }
 """Which class carries out an exchange policy: the place to add one."""
 
@@ -101,7 +103,7 @@ GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
 _owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors and storages have a memory, which torch tells to no public name."""
 
-Policy = Dropping | TopkState
+Policy = Dropping | TopkState | LowRankState
 """What the groups of one policy share. It is told of the begin and the end of every backward; its
 ``state``, but for what groups hold, is what the next backwards depend on."""
 
@@ -141,6 +143,8 @@ class PriorityExchange(Exchange):
         if topk := [g for g in self.grad_groups if isinstance(g, TopkGradGroup)]:
             self.topk = TopkState(topk, lossy)
             self.policies.append(self.topk)
+        if thin := [g for g in self.grad_groups if isinstance(g, LowRankGradGroup)]:
+            self.policies.append(LowRankState(thin))
         self.group_of = {
             param: grad_group for grad_group in self.grad_groups for param in grad_group.params
         }
@@ -191,6 +195,10 @@ class PriorityExchange(Exchange):
             before.grad_groups, self.grad_groups, before._held_of_frozen
         )
         self.release.updater = before.release.updater
+        for mine in self.policies:
+            for theirs in before.policies:
+                if isinstance(mine, LowRankState) and isinstance(theirs, LowRankState):
+                    mine.load(theirs.state())
         old, new = before.topk or before._topk_before, self.topk
         self._topk_before = old if new is None else None
         if old is not None and new is not None:

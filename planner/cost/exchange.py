@@ -1,5 +1,6 @@
 """What the exchange of gradients costs under each policy, in buckets or in slices."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from math import ceil, inf, prod
 from typing import NamedTuple
@@ -32,6 +33,8 @@ INT8_BLOCK = 256
 INT8_BYTES = 1 + 4 / INT8_BLOCK
 # What travels so that every rank gets what each of the others has sent.
 GATHERED: tuple[ExchangePolicy, ...] = ("topk", "int8")
+# Thin matrices travel in 32 bits at least: their sums are not rounded as gradients may be.
+THIN_BYTES = 4
 # The number that says where a chosen gradient element belongs is an int32. A parameter with more
 # elements than that can number is sent whole.
 NUMBER_BYTES = 4
@@ -42,6 +45,23 @@ def sent_whole(dims: int, numel: int, *, of_norm: bool) -> bool:
     """Whether a lossy exchange sends a parameter whole."""
     # Biases, scales and what normalises are few elements, and training is sensitive to them.
     return dims <= 1 or of_norm or not 0 < numel <= MOST_NUMBERED
+
+
+def matrix_sides(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a parameter's gradient as the matrix that low rank sends."""
+    rows = shape[0]
+    return rows, prod(shape) // max(rows, 1)
+
+
+def thin_share(rows: int, columns: int, rank: int) -> float:
+    """The share of a matrix's elements that its thin matrices of that rank have, in the mean of the
+    two that take turns."""
+    return rank * (rows + columns) / 2 / (rows * columns)
+
+
+def matrix_rank(rows: int, columns: int, ratio: float) -> int:
+    """The rank whose thin matrices have about that share of the elements, 1 at least."""
+    return max(min(round(ratio / thin_share(rows, columns, 1)), rows, columns), 1)
 
 
 def wire_share(wire: WireFormat, element_bytes: int) -> float:
@@ -148,8 +168,8 @@ class Exchanges(Structure):
 
     def payload_bytes(self, option: Option, trained_bytes: int) -> int:
         """Bytes that a member has of the tensor exchanged: its gradient, the part that is not
-        dropped, the values and numbers (four bytes each) that all groups chose, or all groups'
-        gradients in eight bits."""
+        dropped, the values and numbers (four bytes each) that all groups chose, all groups'
+        gradients in eight bits, or a thin matrix."""
         groups = option.layout.groups
         if groups == 1:
             return 0
@@ -158,6 +178,8 @@ class Exchanges(Structure):
             return ceil(groups * option.ratio * trained_bytes * each)
         if option.exchange == "int8":
             return ceil(groups * trained_bytes * self.int8_share)
+        if option.exchange == "low_rank":
+            return ceil(option.ratio * trained_bytes * self.thin_bytes_share)
         # Of a rounded gradient too it is its own bytes, by which messages are cut.
         return ceil(option.ratio * trained_bytes) if option.lossy else trained_bytes
 
@@ -241,6 +263,11 @@ class Exchanges(Structure):
             for n in (1, each)
         )
         return each if by_host_s < flat_s else 1
+
+    @property
+    def thin_bytes_share(self) -> float:
+        """The bytes of an element of a thin matrix for each of the gradient's."""
+        return max(THIN_BYTES / self.element_bytes, 1.0)
 
     @property
     def int8_share(self) -> float:

@@ -32,7 +32,7 @@ SLOW = 0.5
 # The share of the gradients' energy that the ways must send at once: with parts of them (of these
 # exchanges), and in eight bits.
 PARTS_FIDELITY, EIGHT_BITS_FIDELITY = 0.9, 0.99
-PARTS: tuple[ExchangePolicy, ...] = ("dropped", "topk")
+PARTS: tuple[ExchangePolicy, ...] = ("dropped", "topk", "low_rank")
 
 Changes = Literal["nothing", "rounding", "waiting", "batch", "algorithm"]
 """What a way changes in the training: nothing; the rounding of gradients; that part of them waits

@@ -13,12 +13,15 @@ of its own. Per parameter, with P its shard's bytes and G peers:
               is largest at the beginning, while top-k warms up
     int8      what all peers send and one's own message, a little more than a quarter of P each
               where elements have 32 bits
+    low rank  the message, up to twice ratio · P as matrices are not square; with 16 bits a copy of
+              the largest parameter in 32 as it is made
     dropped   nothing besides what dense has
 
 With buckets instead of slices gradients are views of the buckets (``UnitBytes.phases.bucketed``).
 
-What rounding to eight bits leaves is kept beside the gradients: P always. Top-k keeps what it has
-not sent. For P bytes of a unit's trained parameters (a member's):
+What rounding to eight bits leaves is kept beside the gradients: P always. So is what low rank
+leaves, with the directions of both sides, 2 · ratio · P. Top-k keeps what it has not sent. For P
+bytes of a unit's trained parameters (a member's):
 
     residual      P always, beside gradients that live as those of a dense exchange do
     in_place      P always, which is the gradients' own memory; and while the unit's update is at
@@ -56,6 +59,8 @@ def comm_buffer_bytes(model: CostModel, k: int, option: Option) -> float:
         return (layout.groups + 1) * _message_bytes(model, option, sum(sizes))
     if option.exchange == "int8":
         return (layout.groups + 1) * model.int8_share * sum(sizes)
+    if option.exchange == "low_rank":
+        return 2 * option.ratio * model.thin_bytes_share * sum(sizes)
     if option.exchange != "sharded":
         return float(sum(s for s in sizes if packed(s, model.message_bytes)))
     # What is received, less what the part that is sent leaves of the gradient's place.
@@ -112,6 +117,9 @@ def feedback_bytes(
         return FeedbackBytes(trained_bytes, 0.0, trained_bytes, trained_bytes)
     if option.exchange == "int8":
         return FeedbackBytes(trained_bytes, trained_bytes, 0.0, 0.0)
+    if option.exchange == "low_rank":
+        kept = trained_bytes * (1 + 2 * option.ratio)
+        return FeedbackBytes(kept, trained_bytes, 0.0, largest_bytes)
     if option.exchange != "topk":
         return FeedbackBytes(0.0, trained_bytes, 0.0, 0.0)
     if option.feedback == "residual":

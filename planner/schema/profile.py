@@ -28,7 +28,7 @@ UnitKind = Literal[
 # Kinds that always have the layout (W, 1): the model's ends and its own code between units, which
 # see each rank's own samples whatever is planned.
 FIXED_KINDS = frozenset({"input", "output", "glue"})
-LossyExchange = Literal["dropped", "topk", "int8"]
+LossyExchange = Literal["dropped", "topk", "int8", "low_rank"]
 """Exchanges in which a part of the gradient waits for a later step."""
 CodedExchange = Literal[LossyExchange, "bf16"]
 """Those, and the wire formats: what costs time before a gradient is sent and when it has come."""

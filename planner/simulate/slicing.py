@@ -121,12 +121,15 @@ def cut_lossy(
     exchange: ExchangePolicy, sizes_bytes: Sequence[int], whole: Sequence[bool], message_bytes: int
 ) -> tuple[SliceSpec, ...]:
     """The slices under an exchange that sends a part of each gradient, but for those that are sent
-    ``whole`` (which come first). A part shares no message with others; top-k sends one of each."""
+    ``whole`` (which come first). A part shares no message with others; top-k sends one of each,
+    and low rank one of all, which are small."""
     groups = [[i for i, w in enumerate(whole) if w], *([i] for i, w in enumerate(whole) if not w)]
+    if exchange == "low_rank":
+        groups = [groups[0], [i for (i,) in groups[1:]]]
     found: list[SliceSpec] = []
     for group in groups:
-        if exchange == "topk" and not all(whole[i] for i in group):
-            found.append(SliceSpec((group[0],)))
+        if exchange in ("topk", "low_rank") and not all(whole[i] for i in group):
+            found.append(SliceSpec(tuple(group)))
             continue
         for one in cut([sizes_bytes[i] for i in group], message_bytes):
             found.append(one._replace(parameters=tuple(group[i] for i in one.parameters)))

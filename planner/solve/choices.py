@@ -127,6 +127,8 @@ def _lossy_exchanges(
     host_bytes_per_s = model.host_bytes_per_s
     for curve in unit.fidelity if goal.allows_parts else ():
         known = curve.exchange in capability.exchanges(sliced=model.sliced)
+        # Its products of matrices are the same to the last bit on equal devices only.
+        known = known and (curve.exchange != "low_rank" or len(model.kinds) == 1)
         ways = feedbacks(curve.exchange, goal.optimizer, capability.feedback, host_bytes_per_s)
         for ratio in curve.ratios if known else ():
             lossy = base._replace(exchange=curve.exchange, ratio=ratio)

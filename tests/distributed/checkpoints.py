@@ -130,8 +130,9 @@ PLANS: dict[str, Callable[[int], Plan]] = {
     "mirror": mirrored,
     "dropped": by_priority(whole, "dropped", 0.3),
     "int8": by_priority(whole, "int8"),
+    "low rank": by_priority(whole, "low_rank", 0.2),
 }
-LOSSY = {"topk", "divided and topk", "mirror", "dropped", "int8"}
+LOSSY = {"topk", "divided and topk", "mirror", "dropped", "int8", "low rank"}
 
 
 class Loader:

@@ -164,7 +164,8 @@ def passes_on_what_was_held(rank: int, saved: str, other: str, folder: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("saved", "other"), [("topk", "dropped"), ("dropped", "int8"), ("topk", "sharded")]
+    ("saved", "other"),
+    [("topk", "dropped"), ("dropped", "int8"), ("low rank", "topk"), ("topk", "sharded")],
 )
 def test_another_plan_goes_on_with_what_was_held_back(ranks, tmp_path: Path, saved, other):
     ranks(2)(passes_on_what_was_held, saved, other, str(tmp_path))

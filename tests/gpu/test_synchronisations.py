@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 NONE = (
     "barrier", "priority", "sharded", "fully_sharded", "recompute", "priority+recompute", "early",
-    "divided", "divided+priority", "divided+sharded", "divided+recompute", "int8", "bf16",
-    "topk", "topk+in_place", "topk+mirror",
+    "divided", "divided+priority", "divided+sharded", "divided+recompute", "int8", "low_rank",
+    "bf16", "topk", "topk+in_place", "topk+mirror",
 )  # fmt: skip
 MEASURED = 2
 """Steps that are counted, after as many that begin (top-k warms up, what is unused is asked)."""

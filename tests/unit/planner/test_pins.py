@@ -36,7 +36,7 @@ def test_policies_are_forbidden_for_all():
     assert found.pins == ()
     less = without(EVERYTHING, found.without)
     assert less.memory == ("keep", "offload")
-    assert less.exchange == ("dense", "sharded", "fully_sharded", "dropped", "int8")
+    assert less.exchange == ("dense", "sharded", "fully_sharded", "dropped", "int8", "low_rank")
     assert less.wire == ("exact",)
     assert not less.early_release
 

@@ -76,7 +76,7 @@ def test_a_profile_says_what_is_kept_and_plans_use_it_only_where_it_counts():
     linear = [u for u in found.units if u.kind == "linear"]
     assert linear
     for unit in linear:
-        assert {c.exchange for c in unit.fidelity} == {"dropped", "topk", "int8"}
+        assert {c.exchange for c in unit.fidelity} == {"dropped", "topk", "int8", "low_rank"}
         assert unit.gradient_energy > 0
         shares = [unit.kept("topk", r) for r in RATIOS["topk"]]
         assert shares == sorted(shares)

@@ -1,0 +1,239 @@
+"""Exchange of low rank: a gradient leaves as the product of two thin matrices; what that leaves out
+is added to the next gradient.
+
+PowerSGD (Vogels et al., arXiv 1905.13727) sends one of them, waits, and sends the other. Here a
+step sends one and the next step the other (ACP-SGD, Zhang et al., ICDCS 2023): one all-reduce
+a step, of half the bytes.
+"""
+
+# [Note: One thin matrix a step]
+# T_i = g_i + e_i is what rank i has to send of a parameter: its gradient, as a matrix of rows and
+# columns as it lies in memory, and what was left before. All peers have the same orthonormal
+# columns V, and rank i sends P_i = T_i·V, of as many columns as the rank is. The mean of these, P,
+# stands for the gradient P·Vᵀ, which is the mean of the T_i in the directions V; T_i - P_i·Vᵀ is
+# left. In the next step the directions are those of P: U, its columns made orthonormal, and rank i
+# sends Q_i = T_iᵀ·U, of which the mean Q stands for U·Qᵀ; and so on with V made of Q. As gradients
+# change slowly that is a power iteration, half of it in each step: directions turn to those in
+# which gradients are largest.
+#
+# All peers make directions and gradients of the same sums by the same operations, so they have the
+# same bits where processors, libraries and numbers of threads are the same. Products of matrices
+# and decompositions may round in another way elsewhere: the planner offers this among equal devices
+# only.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...planner.cost.exchange import matrix_rank, matrix_sides
+from ...planner.simulate.slicing import SliceSpec
+from ..comm.buffers import alias_for_comm
+from ..comm.watchdog import Watchdog
+from .buckets import GradParam
+from .feedback import LossyGradGroup
+from .flat_shard import flat
+from .slices import Slice, empty_like
+
+
+class Directions:
+    """The directions in which one matrix of gradients is sent: orthonormal columns for its rows
+    (``left``) and for its columns (``right``), alike on all peers. ``by_rows`` says that the next
+    thin matrix has the matrix's rows, and so the directions ``right``."""
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        name: str,
+    ) -> None:
+        # On the host and from the name: the same on all peers, and no random state is touched.
+        generator = torch.Generator().manual_seed(crc32(name.encode()))
+        self.left, self.right = (
+            _orthonormal(torch.randn(size, rank, generator=generator, dtype=torch.float64))
+            .to(dtype)
+            .to(device)
+            for size in (rows, columns)
+        )
+        self.by_rows = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of the next thin matrix."""
+        return (self.left if self.by_rows else self.right).numel()
+
+    def thin(self, values: Tensor, residual: Tensor, *, on_stream: bool = False) -> Tensor:
+        """The thin matrix of ``values`` and the ``residual`` of those before, in which what it
+        leaves out is put. Values are not needed after that, and changed. Where it is not finite the
+        residual stays: that shows on all ranks, and must not stay for later steps. With
+        ``on_stream`` the host does not wait for what it launches."""
+        total = values.to(self.left.dtype).add_(residual)
+        if self.by_rows:
+            made = total @ self.right
+            pair = made, self.right.T
+        else:
+            made = total.T @ self.left
+            pair = self.left, made.T
+        finite = torch.isfinite(made).all()
+        if on_stream or total.dtype != residual.dtype:
+            left_out = torch.addmm(total, *pair, alpha=-1).to(residual.dtype)
+            torch.where(finite, left_out, residual, out=residual)
+        elif finite:
+            torch.addmm(total, *pair, alpha=-1, out=residual)
+        return made
+
+    def take(self, mean: Tensor, into: Tensor) -> None:
+        """Writes the gradient that a ``mean`` of thin matrices stands for, and turns the directions
+        to it."""
+        pair = (mean, self.right.T) if self.by_rows else (self.left, mean.T)
+        if into.dtype == mean.dtype:
+            torch.mm(*pair, out=into)
+        else:
+            into.copy_(pair[0] @ pair[1])
+        # Of nothing, and of what is not finite, no directions can be made.
+        tells = torch.isfinite(mean).all() & mean.any()
+        turned = _orthonormal(torch.nan_to_num(mean, nan=0.0, posinf=0.0, neginf=0.0))
+        if self.by_rows:
+            self.left = torch.where(tells, turned, self.left)
+        else:
+            self.right = torch.where(tells, turned, self.right)
+        self.by_rows = not self.by_rows
+
+    def state(self) -> dict[str, Any]:
+        """Copies of all of it."""
+        return {"left": self.left.clone(), "right": self.right.clone(), "by_rows": self.by_rows}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from a ``state``; what has other sizes was of another plan, and says nothing."""
+        if (state["left"].shape, state["right"].shape) != (self.left.shape, self.right.shape):
+            return
+        self.left = torch.empty_like(self.left).copy_(state["left"])
+        self.right = torch.empty_like(self.right).copy_(state["right"])
+        self.by_rows = bool(state["by_rows"])
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    made: Tensor = torch.linalg.qr(columns).Q
+    return made
+
+
+def directions_of(param: GradParam) -> Directions:
+    """Those of a parameter's gradient, before anything was sent."""
+    rows, columns = matrix_sides(param.parameter.shape)
+    dtype = torch.promote_types(param.parameter.dtype, torch.float32)
+    rank = matrix_rank(rows, columns, param.ratio)
+    return Directions(rows, columns, rank, dtype, param.parameter.device, param.name)
+
+
+class LowRankSlice(Slice):
+    """The thin matrices of several gradients, one after another in one message."""
+
+    def __init__(
+        self, params: Sequence[GradParam], slice_spec: SliceSpec, directions: Sequence[Directions]
+    ) -> None:
+        super().__init__(params, slice_spec)
+        self.directions = tuple(directions)
+
+    @property
+    def bytes(self) -> int:
+        return sum(d.numel for d in self.directions) * self.directions[0].left.element_size()
+
+    @property
+    def shared_bytes(self) -> int:
+        # In the mean of two steps, and as if the members of a divided parameter had equally much.
+        return ceil(self.params[0].ratio * sum(p.shared_bytes for p in self.params))
+
+    def send_thin(self, thin: Sequence[Tensor]) -> None:
+        """Starts the sum of thin matrices. Collective, in the order of all slices."""
+        group = self.params[0].group
+        self._wire = torch.cat([each.reshape(-1) for each in thin])
+        self._arrived = False
+        if group.handle is not None:
+            self._comm_tensors = [alias_for_comm(self._wire)]
+            self.work = dist.all_reduce(self._comm_tensors[0], group=group.handle, async_op=True)
+
+    def wait_and_average(
+        self, gradients: dict[GradParam, Tensor], watch: Watchdog, doing: str
+    ) -> float:
+        if self._arrived:
+            return 0.0
+        assert self._wire is not None
+        group = self.params[0].group
+        waited = watch.wait(self.work, group, doing)
+        self._wire.div_(group.size)
+        for param, directions, mean in self._parts(self._wire):
+            directions.take(mean, as_matrix(gradients[param]))
+        self._finish()
+        return waited
+
+    def _parts(self, wire: Tensor) -> Iterator[tuple[GradParam, Directions, Tensor]]:
+        """Each parameter with its directions and its thin matrix in the message."""
+        parts = torch.split(wire, [d.numel for d in self.directions])
+        for param, directions, part in zip(self.params, self.directions, parts, strict=True):
+            yield param, directions, part.view(-1, directions.left.shape[1])
+
+
+def as_matrix(gradient: Tensor) -> Tensor:
+    """A gradient as the matrix that is sent, in its own memory."""
+    return flat(gradient).view(matrix_sides(gradient.shape))
+
+
+class LowRankGradGroup(LossyGradGroup):
+    """Gradients that are sent as products of thin matrices; what these leave out is held."""
+
+    def _slice(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
+        if params[0].whole:
+            return Slice(params, slice_spec)
+        return LowRankSlice(params, slice_spec, [directions_of(param) for param in params])
+
+    def start(self, one: Slice) -> None:
+        if not isinstance(one, LowRankSlice):
+            super().start(one)
+            return
+        thin = []
+        for param, directions in zip(one.params, one.directions, strict=True):
+            feedback = self.feedback[param]
+            if feedback.residual is None:
+                feedback.restore(empty_like(param).zero_())
+            assert feedback.residual is not None
+            values, kept = as_matrix(self.gradients[param]), as_matrix(feedback.residual)
+            thin.append(directions.thin(values, kept, on_stream=param.group.on_stream))
+        one.send_thin(thin)
+
+
+class LowRankState:
+    """What the groups of low rank share: the directions of all their parameters."""
+
+    name = "low_rank"
+
+    def __init__(self, grad_groups: Sequence[LowRankGradGroup]) -> None:
+        slices = (one for group in grad_groups for one in group.slices)
+        self._directions = {
+            param.name: directions
+            for one in slices
+            if isinstance(one, LowRankSlice)
+            for param, directions in zip(one.params, one.directions, strict=True)
+        }
+
+    def begin(self) -> None:
+        """Directions turn as averages come: nothing is to do before a backward."""
+
+    def end(self) -> None:
+        """Nor after one."""
+
+    def state(self) -> dict[str, Any]:
+        return {"directions": {name: each.state() for name, each in self._directions.items()}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for name, saved in state["directions"].items():
+            if name in self._directions:
+                self._directions[name].load(saved)
