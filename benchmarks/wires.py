@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 RANKS = (1, 2, 4)
-# The share of the elements that low rank sends: ranks of 2 and 3 in matrices of 256 columns.
+# The share of the elements that low rank sends: ranks of 2 to 4 in the matrices of gpt-mini.
 LOW_RANK = 0.01
 # One bucket: with several the hook's next collective is begun by whichever of gloo's threads ends
 # the last, in another order on each rank, and ranks wait for each other for ever (torch 2.13).

@@ -123,6 +123,12 @@ def test_parameters_stay_alike(ranks, world, hybrid, message_bytes):
     ranks(world)(stays_near_one_process, chosen, 0.9)
 
 
+def test_gradients_are_released_early(ranks):
+    chosen = of_low_rank(2)
+    units = tuple(msgspec.structs.replace(one, early_release=True) for one in chosen.units)
+    ranks(2)(stays_near_one_process, msgspec.structs.replace(chosen, units=units), 0.9)
+
+
 def goes_on_from_a_checkpoint(rank: int) -> None:
     def started() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net()

@@ -51,6 +51,20 @@ def test_dropping_sends_all_now_and_then():
     assert kept(found, "dropped", 0.25) == pytest.approx(16 / (1 + 4 + 9 + 16))
 
 
+def test_thin_matrices_keep_all_of_a_gradient_of_their_rank_and_part_of_others():
+    layer = nn.Linear(40, 30, bias=False)
+    found = Fidelity(layer)
+    rows, columns = torch.randn(30, 3), torch.randn(3, 40)
+    columns *= torch.tensor([[1.0], [0.5], [0.25]])
+    for _ in range(4):
+        layer.weight.grad = rows @ columns
+        found.add()
+    (curve,) = (c for c in found.profiles(["weight"]) if c.exchange == "low_rank")
+    assert curve.ratios == pytest.approx([r * 70 / 2 / 1200 for r in (1, 2, 4)])
+    assert 0.1 < curve.kept[0] < curve.kept[1] < 0.995
+    assert curve.kept[2] == pytest.approx(1.0)
+
+
 def test_an_empty_parameter_has_no_share():
     layer = nn.Linear(4, 2)
     layer.register_parameter("tokens", nn.Parameter(torch.zeros(1, 0, 4)))

@@ -1,0 +1,79 @@
+"""What gradients as products of thin matrices cost, hold and are cut into."""
+
+import msgspec
+import pytest
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.exchange import matrix_rank, matrix_sides, thin_share
+from meshwright.planner.memory.timeline import UNIT_FIELDS
+from meshwright.planner.memory.unit_memory import MemoryModel
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
+from meshwright.planner.simulate.slicing import SliceSpec, cut_lossy
+from meshwright.planner.solve.choices import unit_options
+
+from tests.strategies import cluster
+
+from .test_wire_formats import HOME, SIZE, profile_of
+
+RATIO = 1 / 64
+THIN = HOME._replace(exchange="low_rank", ratio=RATIO)
+
+
+def thin(there=None, **goal):
+    curve = FidelityProfile(exchange="low_rank", ratios=(RATIO,), kept=(0.9,))
+    rate = CompressionRate(
+        exchange="low_rank", ratio=0.01, seconds_per_byte=3e-10, received_seconds_per_byte=2e-10
+    )
+    profile = profile_of()
+    units = tuple(msgspec.structs.replace(u, fidelity=(curve,)) for u in profile.units)
+    profile = msgspec.structs.replace(profile, units=units, compression=(rate,))
+    asked = Goal(batch=32, optimizer="adam", **{"allow_lossy": True, "min_fidelity": 0.5, **goal})
+    return CostModel(profile, there or cluster(4), asked, message_bytes=4096, sliced=True)
+
+
+def test_the_rank_is_the_whole_number_next_to_the_ratio():
+    assert thin_share(256, 256, 1) == pytest.approx(1 / 256)
+    assert matrix_rank(256, 256, 0.01) == 3  # 2.56
+    assert matrix_rank(10, 4096, 1e-6) == 1
+    assert matrix_rank(10, 4096, 1.0) == 10  # no more than it has rows
+    for rank in (1, 2, 4, 8):
+        assert matrix_rank(512, 4608, thin_share(512, 4608, rank)) == rank
+    assert matrix_sides((64, 3, 3, 3)) == (64, 27)
+
+
+def test_one_all_reduce_carries_the_mean_of_two_steps_matrices():
+    model = thin()
+    cost, plain = model.unit(1, THIN), model.unit(1, HOME)
+    assert cost.gradient_bytes == SIZE * RATIO
+    assert cost.exchange == model.exchange(HOME, SIZE * RATIO)
+    assert cost.backward_s == pytest.approx(plain.backward_s + SIZE * 3e-10)
+    assert cost.update_s == pytest.approx(plain.update_s + SIZE * 2e-10)
+
+
+def test_what_is_left_out_and_directions_take_memory():
+    def held(option):
+        found = MemoryModel(thin()).unit(1, option, 8).column
+        return dict(zip(UNIT_FIELDS, found, strict=True))
+
+    exact, short = held(HOME), held(THIN)
+    assert short["residual"] - exact["residual"] == SIZE * (1 + 2 * RATIO)
+    assert short["comm_buffers"] == 2 * RATIO * SIZE
+    assert short["gradients"] == exact["gradients"]
+
+
+def test_what_is_sent_whole_comes_first_and_thin_matrices_share_a_message():
+    found = cut_lossy("low_rank", [400_000, 50, 800_000], [False, True, False], 300_000)
+    assert found == (SliceSpec((1,)), SliceSpec((0, 2)))
+    assert cut_lossy("low_rank", [50], [True], 300_000) == (SliceSpec((0,)),)
+
+
+def test_it_is_offered_where_it_keeps_enough_and_devices_are_equal():
+    def offered(model):
+        return {o.exchange for o in unit_options(model, 1, EVERYTHING)}
+
+    assert "low_rank" in offered(thin())
+    assert "low_rank" not in offered(thin(min_fidelity=0.99))
+    model = thin()
+    model.kinds = model.kinds * 2  # as if hosts were of two kinds
+    assert "low_rank" not in offered(model)
