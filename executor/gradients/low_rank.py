@@ -57,13 +57,13 @@ class Directions:
         name: str,
     ) -> None:
         # On the host and from the name: the same on all peers, and no random state is touched.
-        generator = torch.Generator().manual_seed(crc32(name.encode()))
-        self.left, self.right = (
-            _orthonormal(torch.randn(size, rank, generator=generator, dtype=torch.float64))
-            .to(dtype)
-            .to(device)
-            for size in (rows, columns)
-        )
+        generator = torch.Generator("cpu").manual_seed(crc32(name.encode()))
+
+        def drawn(size: int) -> Tensor:
+            values = torch.randn(size, rank, generator=generator, dtype=torch.float64, device="cpu")
+            return _orthonormal(values).to(device, dtype)
+
+        self.left, self.right = drawn(rows), drawn(columns)
         self.by_rows = True
 
     @property
