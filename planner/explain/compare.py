@@ -83,7 +83,7 @@ def policy_words(one: UnitPlan | Alternative | UnitExplanation) -> list[str]:
     words: list[str] = [one.memory] if one.memory != "keep" else []
     words += ["early release"] if one.early_release else []
     if one.exchange != "dense":
-        part = f" {one.exchange_ratio:g}" if one.exchange_ratio < 1 else ""
+        part = f" {one.exchange_ratio:.3g}" if one.exchange_ratio < 1 else ""
         words.append(f"{one.exchange}{part}")
     words += [one.wire] if one.wire != "exact" else []
     words += ["by host"] if one.peers_per_host > 1 else []
