@@ -600,7 +600,10 @@ def lossy_and_early(rank: int, exchange: str, feedback: str) -> None:
 
 @pytest.mark.parametrize(
     ("exchange", "feedback"),
-    [("topk", "residual"), ("topk", "in_place"), ("topk", "mirror"), ("dropped", "residual")],
+    [
+        *(("topk", feedback) for feedback in ("residual", "in_place", "mirror")),
+        *((exchange, "residual") for exchange in ("dropped", "int8", "low_rank")),
+    ],
 )
 def test_lossy_exchanges_release_early(ranks, exchange, feedback):
     ranks(2)(lossy_and_early, exchange, feedback)
