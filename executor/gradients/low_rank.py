@@ -76,29 +76,31 @@ class Directions:
         leaves out is put. Values are not needed after that, and changed. Where it is not finite the
         residual stays: that shows on all ranks, and must not stay for later steps. With
         ``on_stream`` the host does not wait for what it launches."""
-        total = values.to(self.left.dtype).add_(residual)
-        if self.by_rows:
-            made = total @ self.right
-            pair = made, self.right.T
-        else:
-            made = total.T @ self.left
-            pair = self.left, made.T
-        finite = torch.isfinite(made).all()
-        if on_stream or total.dtype != residual.dtype:
-            left_out = torch.addmm(total, *pair, alpha=-1).to(residual.dtype)
-            torch.where(finite, left_out, residual, out=residual)
-        elif finite:
-            torch.addmm(total, *pair, alpha=-1, out=residual)
+        with _as_given(values):
+            total = values.to(self.left.dtype).add_(residual)
+            if self.by_rows:
+                made = total @ self.right
+                pair = made, self.right.T
+            else:
+                made = total.T @ self.left
+                pair = self.left, made.T
+            finite = torch.isfinite(made).all()
+            if on_stream or total.dtype != residual.dtype:
+                left_out = torch.addmm(total, *pair, alpha=-1).to(residual.dtype)
+                torch.where(finite, left_out, residual, out=residual)
+            elif finite:
+                torch.addmm(total, *pair, alpha=-1, out=residual)
         return made
 
     def take(self, mean: Tensor, into: Tensor) -> None:
         """Writes the gradient that a ``mean`` of thin matrices stands for, and turns the directions
         to it."""
         pair = (mean, self.right.T) if self.by_rows else (self.left, mean.T)
-        if into.dtype == mean.dtype:
-            torch.mm(*pair, out=into)
-        else:
-            into.copy_(pair[0] @ pair[1])
+        with _as_given(into):
+            if into.dtype == mean.dtype:
+                torch.mm(*pair, out=into)
+            else:
+                into.copy_(pair[0] @ pair[1])
         # Of nothing, and of what is not finite, no directions can be made.
         tells = torch.isfinite(mean).all() & mean.any()
         turned = _orthonormal(torch.nan_to_num(mean, nan=0.0, posinf=0.0, neginf=0.0))
@@ -119,6 +121,11 @@ class Directions:
         self.left = torch.empty_like(self.left).copy_(state["left"])
         self.right = torch.empty_like(self.right).copy_(state["right"])
         self.by_rows = bool(state["by_rows"])
+
+
+def _as_given(values: Tensor) -> torch.autocast:
+    """Products in the type of what is multiplied, in a forward under autocast too."""
+    return torch.autocast(values.device.type, enabled=False)
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "cd ": "where the clone lies",
     "make demo": "test_launch_commands and CI run the demo",
     "pip install": "these tests run in such an environment",
+    "torchrun ": "there are no such hosts: the test bed's tests probe several",
 }
 # There are no such hosts: what would run on them is printed instead.
 DRY = "--hosts node1,node2"
