@@ -32,7 +32,7 @@ from .output import check_out, deliver, show
 from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,
-    ddp_sentence,
+    ddp_sentences,
     decision_table,
     fewer_sentence,
     local_batch_sentences,
@@ -256,7 +256,8 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     # A profile measured for this plan is found on disk again, unless it could not be kept there.
     with suppress(InputError):
         profile, cluster = made_from(made, profile, cluster)
-        words += filter(None, [ddp_sentence(made, ddp_step_s(made, profile, cluster))])
+        if made.schedule == "priority" and made.local_steps is None:
+            words += ddp_sentences(made, ddp_step_s(made, profile, cluster))
         words += origin_sentences(made, profile, cluster)
         words += memory_sentences(made, profile, cluster)
         words.append(bound_sentence(api.bottleneck(made, profile, cluster)))

@@ -48,17 +48,17 @@ def verdict(plan: Plan) -> str:
     return f"{gain(plan)}; {_proof(plan)}."
 
 
-def ddp_sentence(plan: Plan, ddp_s: float) -> str | None:
-    """That DistributedDataParallel would take longer than the data parallelism beside the plan,
-    which has the plan's schedule; ``ddp_s`` is its step."""
-    if plan.local_steps is not None or ddp_s < plan.baseline.step_s * (1 + TOLD):
-        return None
+def ddp_sentences(plan: Plan, ddp_s: float) -> list[str]:
+    """That DistributedDataParallel would take longer than the data parallelism beside a plan by
+    priority, which has the plan's schedule; ``ddp_s`` is its step."""
+    if ddp_s < plan.baseline.step_s * (1 + TOLD):
+        return []
     times = ddp_s / plan.prediction.step_s
-    return (
+    return [
         "Data parallelism is predicted by the same schedule here, which sends first what forward "
         f"needs first. As DistributedDataParallel sends gradients a step would take "
         f"{seconds(ddp_s)}, {times:.2f} times this plan's."
-    )
+    ]
 
 
 def local_sentences(plan: Plan) -> list[str]:

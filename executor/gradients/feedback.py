@@ -242,6 +242,14 @@ class LossyGradGroup(GradGroup):
     def _slice(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
         return Slice(params, slice_spec)
 
+    def held(self, param: GradParam) -> Tensor:
+        """What is held of a parameter, which an exchange changes in place; zeros at first."""
+        feedback = self.feedback[param]
+        if feedback.residual is None:
+            feedback.restore(empty_like(param).zero_())
+        assert feedback.residual is not None
+        return feedback.residual
+
     def holds(self, param: GradParam) -> bool:
         feedback = self.feedback.get(param)
         return (

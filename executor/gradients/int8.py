@@ -18,7 +18,7 @@ from ...planner.simulate.slicing import SliceSpec
 from .buckets import GradParam
 from .feedback import LossyGradGroup
 from .flat_shard import flat
-from .slices import GatheredSlice, Slice, empty_like
+from .slices import GatheredSlice, Slice
 
 # Elements that are turned at once: their copies stay in a cache. A multiple of ``INT8_BLOCK``.
 _PIECE = 2**18
@@ -177,10 +177,6 @@ class Int8GradGroup(LossyGradGroup):
             super().start(one)
             return
         (param,) = one.params
-        feedback = self.feedback[param]
-        if feedback.residual is None:
-            feedback.restore(empty_like(param).zero_())
-        assert feedback.residual is not None
         values = flat(self.gradients[param])[one.elements]
-        kept = flat(feedback.residual)[one.elements]
+        kept = flat(self.held(param))[one.elements]
         one.gather(pack(values, kept, on_stream=param.group.on_stream))

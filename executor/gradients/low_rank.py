@@ -23,7 +23,7 @@ a step, of half the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil
 from typing import Any
 from zlib import crc32
@@ -39,7 +39,7 @@ from ..comm.watchdog import Watchdog
 from .buckets import GradParam
 from .feedback import LossyGradGroup
 from .flat_shard import flat
-from .slices import Slice, empty_like
+from .slices import Slice
 
 
 class Directions:
@@ -144,15 +144,13 @@ def directions_of(param: GradParam) -> Directions:
 class LowRankSlice(Slice):
     """The thin matrices of several gradients, one after another in one message."""
 
-    def __init__(
-        self, params: Sequence[GradParam], slice_spec: SliceSpec, directions: Sequence[Directions]
-    ) -> None:
+    def __init__(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> None:
         super().__init__(params, slice_spec)
-        self.directions = tuple(directions)
+        self.directions = {param: directions_of(param) for param in params}
 
     @property
     def bytes(self) -> int:
-        return sum(d.numel for d in self.directions) * self.directions[0].left.element_size()
+        return sum(d.numel * d.left.element_size() for d in self.directions.values())
 
     @property
     def shared_bytes(self) -> int:
@@ -177,16 +175,12 @@ class LowRankSlice(Slice):
         group = self.params[0].group
         waited = watch.wait(self.work, group, doing)
         self._wire.div_(group.size)
-        for param, directions, mean in self._parts(self._wire):
-            directions.take(mean, as_matrix(gradients[param]))
+        means = torch.split(self._wire, [d.numel for d in self.directions.values()])
+        for (param, directions), mean in zip(self.directions.items(), means, strict=True):
+            thin = mean.view(-1, directions.left.shape[1])
+            directions.take(thin, as_matrix(gradients[param]))
         self._finish()
         return waited
-
-    def _parts(self, wire: Tensor) -> Iterator[tuple[GradParam, Directions, Tensor]]:
-        """Each parameter with its directions and its thin matrix in the message."""
-        parts = torch.split(wire, [d.numel for d in self.directions])
-        for param, directions, part in zip(self.params, self.directions, parts, strict=True):
-            yield param, directions, part.view(-1, directions.left.shape[1])
 
 
 def as_matrix(gradient: Tensor) -> Tensor:
@@ -200,21 +194,19 @@ class LowRankGradGroup(LossyGradGroup):
     def _slice(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
         if params[0].whole:
             return Slice(params, slice_spec)
-        return LowRankSlice(params, slice_spec, [directions_of(param) for param in params])
+        return LowRankSlice(params, slice_spec)
 
     def start(self, one: Slice) -> None:
         if not isinstance(one, LowRankSlice):
             super().start(one)
             return
-        thin = []
-        for param, directions in zip(one.params, one.directions, strict=True):
-            feedback = self.feedback[param]
-            if feedback.residual is None:
-                feedback.restore(empty_like(param).zero_())
-            assert feedback.residual is not None
-            values, kept = as_matrix(self.gradients[param]), as_matrix(feedback.residual)
-            thin.append(directions.thin(values, kept, on_stream=param.group.on_stream))
-        one.send_thin(thin)
+        one.send_thin([
+            directions.thin(
+                as_matrix(self.gradients[param]), as_matrix(self.held(param)),
+                on_stream=param.group.on_stream,
+            )
+            for param, directions in one.directions.items()
+        ])  # fmt: skip
 
 
 class LowRankState:
@@ -228,7 +220,7 @@ class LowRankState:
             param.name: directions
             for one in slices
             if isinstance(one, LowRankSlice)
-            for param, directions in zip(one.params, one.directions, strict=True)
+            for param, directions in one.directions.items()
         }
 
     def begin(self) -> None:

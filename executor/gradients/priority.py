@@ -137,6 +137,7 @@ class PriorityExchange(Exchange):
         self._held_of_frozen: Held = {}
         self._topk_before: TopkState | None = None
         self.topk: TopkState | None = None
+        self.low_rank: LowRankState | None = None
         lossy = lossy or Lossy()
         if dropped := [g for g in self.grad_groups if isinstance(g, DroppedGradGroup)]:
             self.policies.append(Dropping(dropped, control, lossy.patience))
@@ -144,7 +145,8 @@ class PriorityExchange(Exchange):
             self.topk = TopkState(topk, lossy)
             self.policies.append(self.topk)
         if thin := [g for g in self.grad_groups if isinstance(g, LowRankGradGroup)]:
-            self.policies.append(LowRankState(thin))
+            self.low_rank = LowRankState(thin)
+            self.policies.append(self.low_rank)
         self.group_of = {
             param: grad_group for grad_group in self.grad_groups for param in grad_group.params
         }
@@ -195,10 +197,8 @@ class PriorityExchange(Exchange):
             before.grad_groups, self.grad_groups, before._held_of_frozen
         )
         self.release.updater = before.release.updater
-        for mine in self.policies:
-            for theirs in before.policies:
-                if isinstance(mine, LowRankState) and isinstance(theirs, LowRankState):
-                    mine.load(theirs.state())
+        if self.low_rank is not None and before.low_rank is not None:
+            self.low_rank.load(before.low_rank.state())
         old, new = before.topk or before._topk_before, self.topk
         self._topk_before = old if new is None else None
         if old is not None and new is not None:

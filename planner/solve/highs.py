@@ -171,7 +171,7 @@ class ArrayProgram(NamedTuple):
             time_limit=seconds,
             mip_rel_gap=gap,
             objective_target=target,
-            # It takes a second of a thousand units, and has not once found what the others did not.
+            # A second of a plan for a thousand units, which is the same without it.
             mip_heuristic_run_feasibility_jump=False,
         )
         status = solver.getInfo().primal_solution_status

@@ -80,11 +80,11 @@ def test_parameters_stay_alike_and_near_one_process(ranks, world, hybrid, messag
     ranks(world)(stays_near_one_process, chosen, 0.01)
 
 
-def goes_on_from_a_checkpoint(rank: int) -> None:
+def goes_on_from_a_checkpoint(rank: int, chosen: Plan) -> None:
     def started() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net()
         optimizer = OPTIMIZERS["sgd"](model.parameters())
-        apply(model, optimizer, in_eight_bits(2), timeout_s=20)
+        apply(model, optimizer, chosen, timeout_s=20)
         return model, optimizer
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
@@ -110,13 +110,13 @@ def goes_on_from_a_checkpoint(rank: int) -> None:
 
 
 def test_what_is_left_is_saved_with_the_training(ranks):
-    ranks(2)(goes_on_from_a_checkpoint)
+    ranks(2)(goes_on_from_a_checkpoint, in_eight_bits(2))
 
 
-def overflows(rank: int) -> None:
+def overflows(rank: int, chosen: Plan) -> None:
     model = Net()
-    apply(model, OPTIMIZERS["sgd"](model.parameters()), in_eight_bits(2), timeout_s=20)
-    for factor in (1.0, torch.inf if rank == 0 else 1.0, 1.0):
+    apply(model, OPTIMIZERS["sgd"](model.parameters()), chosen, timeout_s=20)
+    for factor in (1.0, torch.inf if rank == 0 else 1.0, 1.0, 1.0):
         model.zero_grad()
         (loss_of(model, floats(part(rank, [2, 2]))) * factor).backward()
         finite = bool(torch.isfinite(model.first.weight.grad * 1).all())
@@ -126,7 +126,7 @@ def overflows(rank: int) -> None:
 
 
 def test_what_overflows_does_not_stay(ranks):
-    ranks(2)(overflows)
+    ranks(2)(overflows, in_eight_bits(2))
 
 
 def sends(rank: int, exchange: str) -> int:

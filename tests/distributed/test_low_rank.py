@@ -12,7 +12,6 @@ from meshwright.executor.gradients.low_rank import directions_of
 from meshwright.executor.parallel import (
     exchange_state_dict,
     full_state_dict,
-    load_exchange_state_dict,
     run_of,
 )
 from meshwright.planner.cost.exchange import matrix_sides
@@ -20,7 +19,7 @@ from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.plan import Plan
 from plans import plan, unit
 from reference import twin
-from test_int8 import sends
+from test_int8 import goes_on_from_a_checkpoint, overflows, sends
 from test_sharded import OPTIMIZERS, Net, loss_of, part
 from test_wire import floats, of_both, of_names, stays_near_one_process
 from torch import Tensor, nn
@@ -129,52 +128,12 @@ def test_gradients_are_released_early(ranks):
     ranks(2)(stays_near_one_process, msgspec.structs.replace(chosen, units=units), 0.9)
 
 
-def goes_on_from_a_checkpoint(rank: int) -> None:
-    def started() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Net()
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        apply(model, optimizer, of_low_rank(2), timeout_s=20)
-        return model, optimizer
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
-        for seed in seeds:
-            loss_of(model, floats(part(rank, [2, 2], seed))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    model, optimizer = started()
-    train(model, optimizer, range(6))
-    once = full_state_dict(model)
-    model, optimizer = started()
-    train(model, optimizer, range(3))
-    saved = full_state_dict(model), optimizer.state_dict(), exchange_state_dict(model)
-    model, optimizer = started()
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    load_exchange_state_dict(model, saved[2])
-    train(model, optimizer, range(3, 6))
-    for name, value in full_state_dict(model).items():
-        assert torch.equal(value, once[name]), name
-
-
 def test_directions_and_what_is_left_are_saved_with_the_training(ranks):
-    ranks(2)(goes_on_from_a_checkpoint)
-
-
-def overflows(rank: int) -> None:
-    model = Net()
-    apply(model, OPTIMIZERS["sgd"](model.parameters()), of_low_rank(2), timeout_s=20)
-    for factor in (1.0, torch.inf if rank == 0 else 1.0, 1.0, 1.0):
-        model.zero_grad()
-        (loss_of(model, floats(part(rank, [2, 2]))) * factor).backward()
-        finite = bool(torch.isfinite(model.first.weight.grad * 1).all())
-        bad = torch.tensor(factor == torch.inf, dtype=torch.int32)
-        dist.all_reduce(bad)
-        assert finite == (bad.item() == 0)
+    ranks(2)(goes_on_from_a_checkpoint, of_low_rank(2))
 
 
 def test_what_overflows_does_not_stay(ranks):
-    ranks(2)(overflows)
+    ranks(2)(overflows, of_low_rank(2))
 
 
 def trains_half_precision(rank: int) -> dict[str, Tensor]:
