@@ -11,7 +11,6 @@ from meshwright.planner.cost.exchange import INT8_BYTES
 from meshwright.planner.explain.compare import with_exchange, with_wire
 from meshwright.planner.schema.goal import make_goal
 from meshwright.planner.schema.profile import ModelProfile
-from msgspec.structs import replace
 from systems import BUCKETS_MB, WARM_UP, Measured, System, by_ddp, medians, planned
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -68,9 +67,8 @@ def compared_wires(
     # Every rank sends its gradient to each other, where a ring sends it twice in all.
     quarter = measured.plan(share=INT8_BYTES / 4 * dist.get_world_size() / 2)
     systems["int8"] = System(measured.workload(), plan=with_exchange(quarter, "int8"))
-    hundredth = with_exchange(measured.plan(share=LOW_RANK), "low_rank")
-    units = (replace(unit, exchange_ratio=LOW_RANK) for unit in hundredth.units)
-    systems["low_rank"] = System(measured.workload(), plan=replace(hundredth, units=tuple(units)))
+    hundredth = with_exchange(measured.plan(share=LOW_RANK), "low_rank", LOW_RANK)
+    systems["low_rank"] = System(measured.workload(), plan=hundredth)
     goal = make_goal(batch.size * dist.get_world_size(), optimizer="momentum", allow_lossy=True)
     chosen = planned(model, goal)
     systems["plan_bf16"] = System(measured.workload(), plan=chosen)

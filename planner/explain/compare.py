@@ -147,12 +147,16 @@ def _text(value: object) -> str:
     return f"{value.unit} {value.wish}" if isinstance(value, Pin) else str(value)
 
 
-def with_exchange(plan: Plan, policy: ExchangePolicy) -> Plan:
-    """The plan by priority with every unit's exchange under ``policy``. Its prediction stays that
-    of the plan that it was made from."""
+def with_exchange(plan: Plan, policy: ExchangePolicy, ratio: float | None = None) -> Plan:
+    """The plan by priority with every unit's exchange under ``policy``, at ``ratio`` if given. Its
+    prediction stays that of the plan that it was made from."""
     units = tuple(
-        msgspec.structs.replace(u, exchange=policy, feedback="residual") for u in plan.units
-    )
+        msgspec.structs.replace(
+            u, exchange=policy, feedback="residual",
+            exchange_ratio=u.exchange_ratio if ratio is None else ratio,
+        )
+        for u in plan.units
+    )  # fmt: skip
     return msgspec.structs.replace(plan, schedule="priority", units=units)
 
 

@@ -65,9 +65,7 @@ STYLES = {"conv": "column", "attention": "pair", "up": "column", "down": "row"}
 def whole(world: int, exchange: str = "dense", ratio: float = 1.0, **options: Any) -> Plan:
     """Every unit data parallel, with that exchange."""
     units = [unit(name, 1, "none", world) for name in UNITS]
-    made = with_exchange(plan(world, units, message_bytes=2**16, **options), exchange)
-    units = [msgspec.structs.replace(one, exchange_ratio=ratio) for one in made.units]
-    return msgspec.structs.replace(made, units=tuple(units))
+    return with_exchange(plan(world, units, message_bytes=2**16, **options), exchange, ratio)
 
 
 def divided(world: int, exchange: str = "dense", ratio: float = 1.0) -> Plan:
@@ -78,9 +76,7 @@ def divided(world: int, exchange: str = "dense", ratio: float = 1.0) -> Plan:
         inputs = (0, 1, 2) if name == "attention" else (0,)
         units.append(unit(name, 1 if style == "none" else 2, style, world, inputs))
     placement = list(reversed(range(world)))
-    made = with_exchange(plan(world, units, placement=placement), exchange)
-    units = [msgspec.structs.replace(one, exchange_ratio=ratio) for one in made.units]
-    return msgspec.structs.replace(made, units=tuple(units))
+    return with_exchange(plan(world, units, placement=placement), exchange, ratio)
 
 
 def burst(world: int) -> Plan:

@@ -32,9 +32,7 @@ def of_low_rank(world: int, *, hybrid: bool = False, message_bytes: int = 2**20)
 
 
 def thin(chosen: Plan, ratio: float = 0.2) -> Plan:
-    made = with_exchange(chosen, "low_rank")
-    units = (msgspec.structs.replace(one, exchange_ratio=ratio) for one in made.units)
-    return msgspec.structs.replace(made, units=tuple(units))
+    return with_exchange(chosen, "low_rank", ratio)
 
 
 def sends_thin_matrices(rank: int) -> None:
