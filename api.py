@@ -320,10 +320,10 @@ def advise(
     **how: Unpack[PlanOptions],
 ) -> Advice:
     """What each way to train a model on a cluster is predicted to reach, the quickest first: one
-    device or one host by itself, plain data parallelism, the exact plan, gradients as bfloat16 or
-    in part, local steps, twice the batch, half of the hosts. ``goal`` is as for an exact plan: what
-    it allows beyond that is not taken over. ``time_limit_s`` is for each way, the rest as in
-    ``plan``."""
+    device or one host by itself, plain data parallelism, the exact plan, gradients as bfloat16,
+    in eight bits or in part, local steps, twice the batch, half of the hosts. ``goal`` is as for an
+    exact plan: what it allows beyond that is not taken over. ``time_limit_s`` is for each way, the
+    rest as in ``plan``."""
     _check_search(solver, time_limit_s)
     problem = _problem(what, cluster, goal, precision, profiles_of, **how)
     return advice.advise(expand_pins(problem), solver, time_limit_s)

@@ -210,9 +210,14 @@ def launch(
             log=str(background_log),
         )
 
+    unwritten: list[InputError] = []
+
     def at_end(found: RunReport | None) -> None:
         if found is not None:
-            _show(found, made, report, json=json)
+            try:
+                _show(found, made, report, json=json)
+            except InputError as error:  # of this machine's folder: no host has failed
+                unwritten.append(error)
         elif node_rank == 0:
             note(f"nothing was measured: {_too_few(bool(script))}")
 
@@ -241,6 +246,8 @@ def launch(
             at_end=at_end,
             say=note,
         )
+    if unwritten:
+        raise unwritten[0]
 
 
 def _restarts(

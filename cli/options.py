@@ -210,8 +210,8 @@ ShowProgress = Annotated[
     bool,
     typer.Option(
         "--progress/--no-progress",
-        help="Show step, loss, samples/s and measured beside predicted while it trains, and say "
-        "what is slower than predicted.",
+        help="Show step, samples/s, the loss where it is told, and measured beside predicted while "
+        "it trains, and say what is slower than predicted.",
     ),
 ]
 RunTrace = Annotated[

@@ -25,9 +25,14 @@ def check_out(path: Path | None) -> None:
 
 
 def deliver(record: Record, path: Path | None, json: bool, *parts: RenderableType) -> None:
-    """Writes a result where it was asked for, and prints it: JSON, or its ``parts``."""
+    """Writes a result where it was asked for, and prints it: JSON, or its ``parts``. What cannot be
+    written is printed all the same, before ``InputError`` is raised."""
     if path is not None:
-        save(record, path)
+        try:
+            save(record, path)
+        except InputError:
+            show(record, None, json, *parts)
+            raise
     show(record, path, json, *parts)
 
 

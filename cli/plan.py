@@ -3,7 +3,7 @@
 ``plan`` may show a table instead: over cluster sizes, or the front of step time and device time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ import typer
 from ..executor.capability import CAPABILITY
 from ..executor.launch.progress import progress
 from ..executor.notes import note
-from ..planner.cost.device_kinds import with_relative_speeds
+from ..planner.cost.device_kinds import with_profiles, with_relative_speeds
 from ..planner.explain.what_if import ddp_step_s
 from ..planner.explain.why import units_told
 from ..planner.schema.cluster import Cluster
@@ -90,17 +90,10 @@ def plan(
 
     check_out(out_)
     sizes = ranks if ranks is not None and len(ranks) > 1 else ()
-    if sizes and front:
-        raise InputError("--ranks and --front are two tables: ask for one at a time")
-    if slices is not None and schedule == "barrier":
-        raise InputError(
-            "--slices is how priority cuts, and --schedule is 'barrier': leave one of them out"
-        )
-    if profile_of and (ranks is not None or front):
-        raise InputError(
-            "--profile-of is of nodes of this cluster for one plan, and --front and --ranks plan "
-            "for others: leave one of them out"
-        )
+    _check_together(
+        sizes=bool(sizes), front=front, cut=slices is not None and schedule == "barrier",
+        others=bool(profile_of), apart=allow_local_steps,
+    )  # fmt: skip
     # What is wrong with the request is said before files are read and anything is measured.
     wishes = parse_wishes(pin or (), forbid or ())
     goal = make_goal(
@@ -128,12 +121,9 @@ def plan(
     what = load(ModelProfile, target, "TARGET") if target.endswith(".json") else target
     there = with_relative_speeds(load(Cluster, cluster, "--cluster"), speeds(relative_speed))
     others = profiles_of(profile_of)
-    note(_unused_speeds(there, speeds(relative_speed), ranks or ()))
+    note(_unused_speeds(there, ranks or ()))
     if ranks is not None and not sizes:
-        if isinstance(what, ModelProfile):
-            what, there = resized_with(what, there, ranks[0])
-        else:  # measured for that cluster
-            there = resized(there, ranks[0])
+        what, there, others = _of_size(what, there, others, ranks[0])
     with progress(f"planning {target}") as step:
         how: dict[str, Any] = {
             "solver": solver,
@@ -169,20 +159,55 @@ def plan(
         show(made, out_, json, *tables, *words)
 
 
-def _unused_speeds(
-    cluster: Cluster, given: Mapping[str, float], sizes: Sequence[int]
-) -> str | None:
+def _check_together(*, sizes: bool, front: bool, cut: bool, others: bool, apart: bool) -> None:
+    """Raises ``InputError`` for options that cannot be together: tables, and what is of one plan
+    only."""
+    if sizes and front:
+        raise InputError("--ranks and --front are two tables: ask for one at a time")
+    if cut:
+        raise InputError(
+            "--slices is how priority cuts, and --schedule is 'barrier': leave one of them out"
+        )
+    if others and (sizes or front):
+        raise InputError(
+            "--profile-of is of nodes of this cluster for one plan, and --front and --ranks with "
+            "several sizes plan for others: leave one of them out"
+        )
+    if front and apart:
+        note("--allow-local-steps does not count with --front: hosts train together in its plans")
+
+
+def _of_size(
+    what: str | ModelProfile, there: Cluster, others: dict[str, ModelProfile], ranks: int
+) -> tuple[str | ModelProfile, Cluster, dict[str, ModelProfile]]:
+    """The profile (or what is measured for that cluster), the cluster and the profiles of its
+    nodes, for so many ranks."""
+    if isinstance(what, ModelProfile):
+        # Of which nodes there are some left, the names do not say any more.
+        return (*resized_with(with_profiles(what, others, there), there, ranks), {})
+    if others and ranks != there.world_size:
+        raise InputError(
+            f"--profile-of is of nodes of this cluster, and --ranks {ranks} plans for another with "
+            "times that are measured for it: give TARGET as the profile's file, or leave it out"
+        )
+    return what, resized(there, ranks), others
+
+
+def _unused_speeds(cluster: Cluster, sizes: Sequence[int]) -> str | None:
     """That speeds of nodes do not count with other numbers of ranks, and whose would."""
     # As ``resized`` has it: of another number of ranks all nodes are like the first.
-    first = cluster.nodes[0].name
-    unused = [f"{node}={speed:g}" for node, speed in given.items() if node != first]
+    first, *rest = cluster.nodes
+    own = first.devices[0].relative_speed
+    speed_of = {node.name: node.devices[0].relative_speed for node in rest}
+    unused = [f"{name}={speed:g}" for name, speed in speed_of.items() if speed not in (own, 1.0)]
     others = [str(size) for size in sizes if size != cluster.world_size]
     if not unused or not others:
         return None
+    more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
     return (
-        f"--relative-speed {' and '.join(unused)} does not count with {' and '.join(others)} "
-        f"ranks, which are all on nodes like {first!r}: name that node, or plan for a cluster of "
-        "the nodes that you mean"
+        f"relative speed {', '.join(unused[:3])}{more} does not count with "
+        f"{' and '.join(others)} ranks, which are all on nodes like {first.name!r}: give that node "
+        "the speed with --relative-speed, or plan for a cluster of the nodes that you mean"
     )
 
 

@@ -1,6 +1,7 @@
 """Applies a plan to a model and its optimizer, in place."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -13,7 +14,7 @@ from ..models.splits.leaves import is_norm
 from ..models.units.discover import check_gradients
 from ..models.units.stays_whole import altered
 from ..models.workload import device_of
-from ..planner.cost.exchange import GATHERED, sent_whole
+from ..planner.cost.exchange import GATHERED, matrix_sides, sent_whole, thin_rank
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout
 from ..planner.schema.pins import EARLY_RELEASE, forbidding
@@ -25,6 +26,7 @@ from .capability import CAPABILITY
 from .comm.broadcast import BufferPlace, broadcast, changing_buffers
 from .comm.control import digest
 from .comm.groups import Group, Place, flat, make_world
+from .comm.setups import other_devices
 from .comm.watchdog import Watchdog, time_limit
 from .comm.worker_threads import finish_all
 from .compiled import check_compiled, compile_regions
@@ -179,7 +181,14 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
 
 def _agree(run: Run, model: nn.Module, plan: Plan) -> None:
     # First what explains the rest: another version may well build another model.
-    different = run.everyone.agree_on_setup(device_of(model))
+    setups = run.everyone.agree_on_setup(device_of(model))
+    different = other_devices(setups) if setups else None
+    unlike = len({setup.device for setup in setups}) > 1
+    if unlike and any(unit.exchange == "low_rank" for unit in plan.units):
+        raise InputError(
+            f"{different}; gradients of low rank are the same to the last bit on equal devices "
+            f"only: plan with {forbidding('low_rank')}"
+        )
     # Where a plan shares the batch out by the devices' speed, it knows of them.
     if different is not None and run.world.rank == 0 and not plan.local_batch_sizes:
         warnings.warn(different, stacklevel=5)
@@ -397,7 +406,22 @@ def _grad_params(model: nn.Module, run: Run, shards: ModelShards) -> list[GradPa
             )
         params.append(param)
     # Sorted and then reversed, so that those of one unit are in the reverse order too.
-    return sorted(params, key=lambda param: param.unit)[::-1]
+    return sorted(_with_ranks(params), key=lambda param: param.unit)[::-1]
+
+
+def _with_ranks(params: Sequence[GradParam]) -> list[GradParam]:
+    """The parameters with the rank of their thin matrices under low rank: one for all of a unit, as
+    its profile was measured, whatever of it is frozen later."""
+    sides: dict[int, list[tuple[int, int]]] = {}
+    for param in params:
+        if param.exchange == "low_rank" and not param.whole:
+            sides.setdefault(param.unit, []).append(matrix_sides(param.parameter.shape))
+    return [
+        replace(param, rank=thin_rank(sides[param.unit], param.ratio))
+        if param.unit in sides and param.exchange == "low_rank"
+        else param
+        for param in params
+    ]
 
 
 def _members(run: Run, shard: Shard | None) -> Members | None:

@@ -1,4 +1,4 @@
-"""What memory this process's control groups (a container, a batch job) let it take.
+"""What memory and processors this process's control groups (a container, a batch job) let it take.
 
 Groups lie inside one another, and each has a limit of its own. A container may see its own group as
 the root of all, or its path from outside without the files: what is not there has no limit.
@@ -6,6 +6,7 @@ the root of all, or its path from outside without the files: what is not there h
 
 from collections.abc import Iterator
 from contextlib import suppress
+from math import inf
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -38,7 +39,8 @@ class GroupMemory(NamedTuple):
 def memory_groups() -> list[GroupMemory]:
     """Every group with a limit that this process is in, from the innermost one outwards."""
     found = []
-    for folder, files in _folders():
+    for folder, second in _folders("memory"):
+        files = _SECOND if second else _FIRST
         with suppress(OSError, ValueError):  # not there, or "max": no limit is set
             limit = int((folder / files.limit).read_text())
             if limit < UNLIMITED_BYTES:
@@ -47,8 +49,21 @@ def memory_groups() -> list[GroupMemory]:
     return found
 
 
-def _folders() -> Iterator[tuple[Path, _Files]]:
-    """The folder of each group for memory, and what its files are called."""
+def allowed_cores() -> float:
+    """As many processors as the tightest group lets this process use, infinite without a limit."""
+    found = [inf]
+    for folder, second in _folders("cpu"):
+        names = ("cpu.max",) if second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        with suppress(OSError, ValueError):  # not there, or "max": no limit is set
+            numbers = " ".join((folder / name).read_text() for name in names).split()
+            quota, period = map(int, numbers)
+            if quota > 0 and period > 0:  # version 1 has -1 where no limit is set
+                found.append(quota / period)
+    return min(found)
+
+
+def _folders(controller: str) -> Iterator[tuple[Path, bool]]:
+    """The folder of each group for a controller, and whether it is of version 2."""
     try:
         lines = PROCESS.read_text(encoding="utf-8").splitlines()
     except OSError:  # no Linux
@@ -56,14 +71,14 @@ def _folders() -> Iterator[tuple[Path, _Files]]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            place, files = MOUNTED, _SECOND
-        elif "memory" in controllers.split(","):
-            place, files = MOUNTED / "memory", _FIRST
+            place, second = MOUNTED, True
+        elif controller in controllers.split(","):
+            place, second = MOUNTED / controller, False
         else:
             continue
         inside = PurePosixPath(path.lstrip("/"))
         for part in (inside, *inside.parents):
-            yield place / part, files
+            yield place / part, second
 
 
 def _reclaimable(folder: Path, files: _Files) -> int:

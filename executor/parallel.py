@@ -17,7 +17,8 @@ from ..models.compiled import CompiledForward, not_traced, unwrapped
 from ..planner.schema.errors import InputError
 from .compiled import take_again
 from .forward import Weight, unscale_inputs
-from .gradients.feedback import LossyGradGroup
+from .gradients.dropping import Dropping
+from .gradients.feedback import LossyGradGroup, check_held, kinds_held
 from .gradients.reshard import whole_chunks
 from .optimizer.state import gather_optimizer_state, scatter_optimizer_state
 from .redistribution.shards import gather_state
@@ -291,11 +292,10 @@ def exchange_state_dict(model: nn.Module) -> dict[str, Any]:
     host's model and optimizer differ, so every rank saves those too.
     """
     run = run_of(model)
+    run.settle()  # what gradients that are still coming turn or change belongs to this step
     state: dict[str, Any] = {"rank": run.world.rank, "world_size": run.world.size}
     if run.priority is not None:
-        lossy = [g for g in run.priority.grad_groups if isinstance(g, LossyGradGroup)]
-        parts = [group.state().items() for group in lossy]
-        state["residuals"] = {name: part for items in parts for name, part in items}
+        state["residuals"] = run.priority.held()
         state["policies"] = {p.name: p.state() for p in run.priority.policies}
     if run.apart is not None:
         state["local_steps"] = run.apart.state()
@@ -308,12 +308,13 @@ def load_exchange_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
     Raises ``InputError`` where it was another rank's, or of another number of ranks.
     """
     run = run_of(model)
+    run.settle()  # it would change what is loaded
     for what, here in (("rank", run.world.rank), ("world_size", run.world.size)):
         saved = state.get(what)
         if saved != here:
             raise InputError(
                 f"the exchange state was saved with {what} {saved}, this is {what} {here}: load "
-                "on each rank what that rank saved, or train on without it"
+                "on each rank what that rank saved, or let all ranks train on without it"
             )
     # Checked whole before anything is loaded, so that a state that is refused leaves all as it was.
     strange_steps = run.apart.check(state.get("local_steps")) if run.apart is not None else None
@@ -322,18 +323,20 @@ def load_exchange_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
             f"the exchange state {strange_steps}, unlike this plan: load it under the plan that "
             "saved it"
         )
-    _load_waiting(run, state)
+    _load_unsent(run, state)
     if run.apart is not None:
         run.apart.load(state["local_steps"])
 
 
-def _load_waiting(run: Run, state: dict[str, Any]) -> None:
-    """Loads what was not sent yet of gradients; ``InputError`` where it does not fit."""
+def _load_unsent(run: Run, state: dict[str, Any]) -> None:
+    """Loads what was not sent yet of gradients, of parameters that are frozen now too.
+    ``InputError`` where any of it does not fit: then nothing is loaded."""
     if run.priority is None:
         return
     residuals, policies = state.get("residuals", {}), state.get("policies", {})
     lossy = [g for g in run.priority.grad_groups if isinstance(g, LossyGradGroup)]
-    names = {param.name for grad_group in lossy for param in grad_group.feedback}
+    frozen = {param.name: param for param in run.frozen if kinds_held(param)}
+    names = {param.name for grad_group in lossy for param in grad_group.feedback} | set(frozen)
     strange = next((name for name in residuals if name not in names), None)
     missing = next((p.name for p in run.priority.policies if p.name not in policies), None)
     if lossy and "residuals" not in state:
@@ -344,6 +347,16 @@ def _load_waiting(run: Run, state: dict[str, Any]) -> None:
             f"the exchange state {what}, unlike this plan: load it under the plan that saved it"
         )
     for grad_group in lossy:
+        grad_group.check(residuals)
+    for name, param in frozen.items():
+        check_held(param, residuals.get(name, {}))
+    for policy in run.priority.policies:
+        if isinstance(policy, Dropping):
+            policy.check(policies[policy.name])
+    for grad_group in lossy:
         grad_group.load(residuals)
+    run.priority.held_of_frozen = {
+        name: copy.deepcopy(residuals[name]) for name in frozen if name in residuals
+    }
     for policy in run.priority.policies:
         policy.load(policies[policy.name])

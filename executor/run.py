@@ -232,6 +232,17 @@ class Run:
             self.priority.finish_all()
 
     @property
+    def frozen(self) -> list[GradParam]:
+        """The parameters that are not trained now."""
+        return [param for param in self._all_params if not param.parameter.requires_grad]
+
+    def settle(self) -> None:
+        """Ends what the last step has left pending, and forgets a backward that failed."""
+        self.finish_steps()
+        if self.priority is not None:
+            self.priority.forget_unsent()
+
+    @property
     def exposed_s(self) -> float:
         """Seconds that this rank has waited for gradients, and for what hosts average."""
         return self.gradients.exposed_s + (self.apart.waited_s if self.apart else 0.0)

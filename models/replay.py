@@ -75,6 +75,13 @@ def preserved(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
+def train_whole(model: nn.Module) -> None:
+    """Puts a model into training mode, as it will be in a training, where the whole of it is in
+    evaluation mode; where only parts are, the user has frozen these."""
+    if not model.training:
+        model.train()
+
+
 def _held_frozen(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
     """Frozen parameters with copies of their values: some models move theirs in each forward
     (codebooks, momentum encoders). None where they take much more memory than those that are

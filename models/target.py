@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ from .precision import measured_in
 from .replay import preserved
 from .trial_sizes import SIZES, first_taken
 from .units.batch_dims import located, with_dims
-from .workload import Batch, Workload
+from .workload import Batch, Workload, device_of
 from .zoo import build, is_known
 
 # What a rank is taken to feed of a ``Workload``, which makes batches of any size.
@@ -98,6 +98,8 @@ def _from_factory(target: str) -> Workload:
         made = factory()
     except InputError:
         raise  # a sentence of the factory's own
+    except SystemExit as error:
+        raise InputError(_ended(f"factory {target!r}")) from error
     except Exception as error:
         raise InputError(
             f"factory {target!r} failed with {_said(error)}; it is called without arguments and "
@@ -117,9 +119,12 @@ def _module(name: str) -> ModuleType:
     if here not in sys.path:
         sys.path.insert(0, here)  # the command's own folder leads sys.path, not the user's
     try:
-        return importlib.import_module(name)
+        with _values():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise InputError(f"there is no module {error.name!r} for {name!r}: {HOW}") from None
+    except SystemExit as error:
+        raise InputError(_ended(f"importing {name}")) from error
     except Exception as error:
         raise InputError(f"importing {name} failed with {_said(error)}; mend it") from error
 
@@ -139,10 +144,29 @@ def _file(path: str) -> ModuleType:
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     try:
-        spec.loader.exec_module(module)
+        with _values():
+            spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise InputError(_ended(f"running {path}")) from error
     except Exception as error:
         raise InputError(f"running {path} failed with {_said(error)}; mend it") from error
     return module
+
+
+@contextmanager
+def _values() -> Iterator[None]:
+    """What a module makes when it is imported has values, though a model is to be built without:
+    it stays for all that is built later."""
+    without = torch.get_default_device().type == "meta"
+    with torch.device("cpu") if without else nullcontext():
+        yield
+
+
+def _ended(what: str) -> str:
+    return (
+        f"{what} ended the process: put what reads arguments and trains under "
+        "if __name__ == '__main__', so that the factory can be called without it"
+    )
 
 
 def _said(error: Exception) -> str:
@@ -204,9 +228,10 @@ def trial(chosen: Workload) -> Iterator[Workload]:
         yield run
 
 
-def try_out(chosen: Workload, device: torch.device | str = "cpu") -> int:
+def try_out(chosen: Workload, device: torch.device | str | None = None) -> int:
     """One forward and loss on a batch of the workload's own, without backward: of the first of
-    ``SIZES`` that its model and its make_batch take, which is returned.
+    ``SIZES`` that its model and its make_batch take, which is returned. The batch is moved to
+    ``device``, by default the model's.
 
     Raises ``InputError`` with the error at the first of them where they take none; random state,
     buffers and training mode are left as they were.
@@ -215,10 +240,10 @@ def try_out(chosen: Workload, device: torch.device | str = "cpu") -> int:
         return first_taken(SIZES, lambda size: _try_size(chosen, run, size, device), RefusedError)
 
 
-def _try_size(chosen: Workload, run: Workload, size: int, device: torch.device | str) -> int:
+def _try_size(chosen: Workload, run: Workload, size: int, device: torch.device | str | None) -> int:
     own_batch(chosen, size)
     try:
-        batch = run.make_batch(size).to(device)
+        batch = run.make_batch(size).to(device or device_of(run.model))
         loss = run.loss(run.model(*batch.args, **batch.kwargs), batch.target)
     except InputError:
         raise

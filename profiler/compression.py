@@ -123,7 +123,7 @@ def _low_rank(gradient: Tensor, rank: int) -> Coding:
             (directions.left if directions.by_rows else directions.right), mean.view_as(values)
         ),
         lambda: decode(gradient, gradient.dtype, 1),
-        thin_share(rows, columns, rank),
+        thin_share([(rows, columns)], rank),
     )
 
 

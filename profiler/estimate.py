@@ -25,7 +25,7 @@ from ..executor.optimizer.chunks import steps_of
 from ..executor.optimizer.kinds import optimizer_for
 from ..models.compiled import uncompiled
 from ..models.precision import measured_in
-from ..models.replay import UnitCall, capture, copied, preserved
+from ..models.replay import UnitCall, capture, copied, preserved, train_whole
 from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
@@ -123,6 +123,7 @@ def _counted(
     model = workload.model
     found, _ = discovered(model, workload.make_batch)
     with every_layer(model), preserved(model):
+        train_whole(model)
         few, logs = _steps(workload, found.units)
         footprints = Footprints(workload, found.units, few)
         divided = [u for u in found.units if u.splits]

@@ -34,8 +34,11 @@ RANKS = (1, 2, 4)
 LARGEST_RATIO = 0.25
 # So many elements of a parameter are looked at; a share of 1% of them is 655.
 SAMPLED = 65_536
-# Of a matrix so many rows and columns: many more than the ranks.
-SAMPLED_SIDE = 512
+# Of a larger matrix it is not measured what its products of thin ones keep. They are made of whole
+# matrices: what a part of one keeps at a rank is much more than the whole does.
+LARGEST_MATRIX = 2**27
+# Seconds for each element, of one core (measured: 1.2 to 1.4e-8).
+THIN_S = 1.5e-8
 # How often directions are turned by the first gradient before anything counts, as they are turned
 # by the steps of a training before.
 TURNS = 4
@@ -44,7 +47,8 @@ TURNS = 4
 class Fidelity:
     """Sums over backwards: the energy of all parameters' gradients, and what exchanges send."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, thin: bool = True) -> None:
+        self._measures_thin = thin
         # Some models keep empty ones, of which nothing can be sent.
         named = model.named_parameters()
         self._parameters = {n: p for n, p in named if p.requires_grad and p.numel()}
@@ -53,8 +57,7 @@ class Fidelity:
         self._whole: dict[tuple[str, str, float], float] = {}
         self._energy: dict[str, float] = dict.fromkeys(self._parameters, 0.0)
         self._places: dict[str, Tensor] = {}
-        self._sides: dict[str, tuple[Tensor, Tensor]] = {}
-        self._directions: dict[tuple[str, int], Directions] = {}
+        self._matrices: dict[str, _Matrix] = {}
         self._steps = 0
 
     def add(self) -> None:
@@ -69,10 +72,8 @@ class Fidelity:
             for exchange, ratios in RATIOS.items():
                 for ratio in ratios:
                     self._exchange(exchange, name, ratio, gradient)
-            if whole.ndim > 1:
-                matrix = self._sampled_matrix(name, whole)
-                for rank in (r for r in RANKS if r <= min(matrix.shape)):
-                    self._send_thin(name, rank, matrix)
+            if self._measures_thin and whole.ndim > 1 and whole.numel() <= LARGEST_MATRIX:
+                self._send_thin(name, whole.reshape(matrix_sides(whole.shape)).float())
 
     def _sampled(self, name: str, gradient: Tensor) -> Tensor:
         flat = gradient.reshape(-1).float()
@@ -83,29 +84,12 @@ class Fidelity:
             self._places[name] = torch.randint(flat.numel(), (SAMPLED,), device=flat.device)
         return flat[self._places[name]]
 
-    def _sampled_matrix(self, name: str, gradient: Tensor) -> Tensor:
-        matrix = gradient.reshape(matrix_sides(gradient.shape)).float()
-        if name not in self._sides:
-            self._sides[name] = _places(matrix, 0), _places(matrix, 1)
-        rows, columns = self._sides[name]
-        return matrix[rows][:, columns]
-
-    def _send_thin(self, name: str, rank: int, matrix: Tensor) -> None:
-        """Counts what a thin matrix has of a gradient and of what was left so far."""
-        key, directions = ("low_rank", name, float(rank)), self._directions.get((name, rank))
-        if directions is None:
-            rows, columns = matrix.shape
-            directions = Directions(rows, columns, rank, matrix.dtype, matrix.device, name)
-            self._directions[name, rank] = directions
-            for _ in range(TURNS):
-                sent = directions.thin(matrix.clone(), torch.zeros_like(matrix))
-                directions.take(sent, torch.empty_like(matrix))
-        left = self._left.get(key, torch.zeros_like(matrix))
-        energy = _energy(matrix + left)
-        thin = directions.thin(matrix.clone(), left)
-        directions.take(thin, torch.empty_like(matrix))
-        # Directions are orthonormal: what the thin matrix has is what its product has.
-        self._count(key, energy, _energy(thin), left)
+    def _send_thin(self, name: str, matrix: Tensor) -> None:
+        """Counts what thin matrices have of a gradient and of what was left so far."""
+        if name not in self._matrices:
+            self._matrices[name] = _Matrix(name, matrix)
+        for rank, (energy, sent) in self._matrices[name].send(matrix).items():
+            self._count(("low_rank", name, float(rank)), energy, sent)
 
     def _exchange(self, exchange: ByElement, name: str, ratio: float, gradient: Tensor) -> None:
         """Counts what the exchange sends of a gradient and of what it left behind so far."""
@@ -114,7 +98,8 @@ class Fidelity:
         if exchange == "int8":
             left = whole - dequantize(quantize(whole), whole.dtype)
             energy = _energy(whole)
-            self._count(key, energy, energy - _energy(left), left)
+            self._left[key] = left
+            self._count(key, energy, energy - _energy(left))
             return
         if exchange == "topk":
             sent = whole.abs().topk(max(1, round(ratio * whole.numel()))).indices
@@ -125,14 +110,12 @@ class Fidelity:
             assert_never(exchange)
         energy, sent_energy = _energy(whole), _energy(whole[sent])
         whole[sent] = 0.0
-        self._count(key, energy, sent_energy, whole)
+        self._left[key] = whole
+        self._count(key, energy, sent_energy)
 
-    def _count(
-        self, key: tuple[str, str, float], energy: float, sent_energy: float, left: Tensor
-    ) -> None:
+    def _count(self, key: tuple[str, str, float], energy: float, sent_energy: float) -> None:
         self._whole[key] = self._whole.get(key, 0.0) + energy
         self._sent[key] = self._sent.get(key, 0.0) + sent_energy
-        self._left[key] = left
 
     def energy(self, names: Iterable[str]) -> float:
         """The mean squared norm of those parameters' gradients."""
@@ -156,12 +139,13 @@ class Fidelity:
 
     def _thin_profile(self, names: Sequence[str]) -> Iterator[FidelityProfile]:
         """What thin matrices of each rank keep, by the share of the elements that they have."""
-        sides = [matrix_sides(p.shape) for n in names if (p := self._parameters[n]).ndim > 1]
-        elements = sum(rows * columns for rows, columns in sides)
+        matrices = [n for n in names if self._parameters[n].ndim > 1]
+        if not all(n in self._matrices for n in matrices):
+            return
+        sides = [matrix_sides(self._parameters[n].shape) for n in matrices]
         found: dict[float, float] = {}
         for rank in RANKS:
-            sent = (r * c * thin_share(r, c, min(rank, r, c)) for r, c in sides)
-            if (ratio := sum(sent) / elements) <= LARGEST_RATIO:
+            if (ratio := thin_share(sides, rank)) <= LARGEST_RATIO:
                 found.setdefault(ratio, self._kept("low_rank", float(rank), names))
         if found:
             yield FidelityProfile(
@@ -172,15 +156,79 @@ class Fidelity:
         sent = 0.0
         for name in names:
             key = (exchange, name, ratio)
-            whole = self._parameters[name].ndim <= 1 or not self._whole.get(key)
-            sent += self._energy[name] * (1.0 if whole else self._sent[key] / self._whole[key])
+            if self._parameters[name].ndim <= 1:  # always sent whole
+                sent += self._energy[name]
+            elif whole := self._whole[key]:  # else no element that was looked at says anything
+                sent += self._energy[name] * self._sent[key] / whole
         return min(sent / sum(self._energy[name] for name in names), 1.0)
 
 
-def measure_fidelity(workload: Workload, batches: Sequence[Batch]) -> Fidelity:
-    """Runs a backward for each batch. Gradients are cleared afterwards."""
+class _Matrix:
+    """One parameter's gradients as a matrix, added up over backwards, and what thin matrices of
+    each rank have sent of that."""
+
+    def __init__(self, name: str, first: Tensor) -> None:
+        rows, columns = first.shape
+        self._total = torch.zeros_like(first)
+        self._ways = [
+            Directions(rows, columns, min(rank, rows, columns), first.dtype, first.device, name)
+            for rank in RANKS
+        ]
+        for _ in range(TURNS):
+            for way, thin in zip(self._ways, self._thin(first, []), strict=True):
+                way.turn(thin)
+        none = first.new_empty(rows, 0), first.new_empty(columns, 0)
+        self._sent: list[tuple[Tensor, Tensor]] = [none for _ in RANKS]
+
+    def _thin(self, matrix: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The thin matrices of a whole one for each rank, and its products with ``others``: all by
+        looking through it once."""
+        by_rows = self._ways[0].by_rows  # all ranks take turns alike
+        bases = [way.right if by_rows else way.left for way in self._ways]
+        columns = [*bases, *others]
+        found = (matrix if by_rows else matrix.T) @ torch.cat(columns, 1)
+        return torch.split(found, [each.shape[1] for each in columns], dim=1)
+
+    def send(self, gradient: Tensor) -> dict[int, tuple[float, float]]:
+        """By rank the energy of a gradient with what was left so far, and of what was sent of
+        that."""
+        self._total += gradient
+        # What is left is the total without the products that were sent, which nobody makes.
+        by_rows = self._ways[0].by_rows
+        made = [(left, right) if by_rows else (right, left) for left, right in self._sent]
+        products = self._thin(self._total, [along for _, along in made])
+        # Summed up in 64 bits it would take as long as all the rest.
+        total_energy, found = float(torch.linalg.vector_norm(self._total)) ** 2, {}
+        for i, (rank, way) in enumerate(zip(RANKS, self._ways, strict=True)):
+            across, along = made[i]
+            basis = way.right if by_rows else way.left
+            thin = products[i] - across @ (along.T @ basis)
+            crossed = float((products[len(RANKS) + i] * across).double().sum())
+            squared = float(((across.T @ across) * (along.T @ along)).double().sum())
+            # Directions are orthonormal: what the thin matrix has is what its product has.
+            sent = _energy(thin)
+            found[rank] = max(total_energy - 2 * crossed + squared, sent), sent
+            pair = torch.cat([across, thin], 1), torch.cat([along, basis], 1)
+            self._sent[i] = pair if by_rows else (pair[1], pair[0])
+            way.turn(thin)
+        return found
+
+
+def thin_takes(model: nn.Module) -> tuple[float, float]:
+    """(bytes, seconds on a CPU) that measuring thin matrices takes beside backwards: a gradient of
+    32 bits of every matrix that is added up, and looking through it."""
+    sizes = [p.numel() for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    elements = sum(size for size in sizes if size <= LARGEST_MATRIX)
+    return 4.0 * elements, THIN_S * elements
+
+
+def measure_fidelity(
+    workload: Workload, batches: Sequence[Batch], *, thin: bool = True
+) -> Fidelity:
+    """Runs a backward for each batch. Gradients are cleared afterwards. Where there is no room or
+    time for it, it is not measured what ``thin`` matrices keep."""
     model = workload.model
-    found = Fidelity(model)
+    found = Fidelity(model, thin=thin)
     for batch in batches:
         model.zero_grad()
         output = model(*batch.args, **batch.kwargs)
@@ -188,13 +236,6 @@ def measure_fidelity(workload: Workload, batches: Sequence[Batch]) -> Fidelity:
         found.add()
     model.zero_grad()
     return found
-
-
-def _places(matrix: Tensor, dim: int) -> Tensor:
-    """Which rows or columns of a matrix are looked at: the same every time."""
-    size = matrix.shape[dim]
-    count = min(size, SAMPLED_SIDE)
-    return torch.arange(count, device=matrix.device) * size // count
 
 
 def _real(values: Tensor) -> Tensor:

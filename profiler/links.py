@@ -3,7 +3,6 @@ collectives, how computing and communicating slow each other, and the link betwe
 host's memory."""
 
 import itertools
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ from ..planner.schema.errors import InputError
 from .catalogue import fragments_bytes
 from .collectives import MeasuredGroup, curves, measure, slowest, synchronise
 from .host_rates import Rates, common_rate, differ, measure_host_rates
+from .places import places_of_ranks
 from .progress import StageProgress
 from .timing import spread_of
 
@@ -124,15 +124,14 @@ def _hosts(device: torch.device) -> tuple[list[str], list[Device]]:
         name=device_name(device), memory_bytes=memory_bytes(device),
         host_bytes_per_s=host_bytes_per_s(device), source="measured",
     )  # fmt: skip
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (socket.gethostname(), own))
-    hosts = [host for host, _ in rows]
-    devices = [found for _, found in rows]
+    hosts = [host for host, _ in places_of_ranks(device)]
+    devices: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(devices, own)
     if device.type == "cpu":
         # What a CPU rank has is its host's memory, which all ranks of the host share.
         devices = [
             msgspec.structs.replace(d, memory_bytes=d.memory_bytes // hosts.count(host))
-            for host, d in rows
+            for host, d in zip(hosts, devices, strict=True)
         ]
     return hosts, devices
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ..executor.comm.setups import device_name, software
 from ..executor.headroom import overflowed
+from ..executor.launch.start import local_ranks, memory_bytes
 from ..models.compiled import uncompiled
 from ..models.precision import measured_in
-from ..models.replay import capture, preserved
+from ..models.replay import capture, preserved, train_whole
 from ..models.spec import UnitSpec
 from ..models.splits.leaves import BATCH_NORMS
 from ..models.target import own_batch
@@ -24,7 +25,7 @@ from ..models.trial_sizes import SIZES, first_taken
 from ..models.units.chance import every_layer
 from ..models.units.discover import Discovery, discovered
 from ..models.units.storages import storage_of
-from ..models.workload import Batch, Workload
+from ..models.workload import Batch, Workload, device_of
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
 from ..planner.schema.goal import Pin
@@ -37,7 +38,7 @@ from ..planner.schema.profile import (
     UpdateRate,
 )
 from .compression import compression_rates
-from .fidelity import STEPS, measure_fidelity
+from .fidelity import STEPS, measure_fidelity, thin_takes
 from .memory import Footprint, SavedInputs, measure_footprint, saved_inputs
 from .shares import ShareMeter, split_profiles
 from .steps import StepMeter, StreamMeter
@@ -88,6 +89,8 @@ class _Job:
     device: torch.device
     budget_s: float
     progress: Progress | None
+    room_bytes: float
+    """What measuring may take of the device's memory."""
     start: float = field(default_factory=time.perf_counter)
 
     def report(self, share: float, doing: str) -> None:
@@ -133,7 +136,8 @@ def profile(
     where = torch.device(device or "cpu")
     workload.model.to(where)
     with _as_measured(workload) as chosen:
-        job = _Job(chosen, where, budget_s, progress)
+        room = memory_bytes(where, local_ranks()) if room_bytes is None else room_bytes
+        job = _Job(chosen, where, budget_s, progress, room)
         return _profile(job, batches, optimizers, degrees, repeats, room_bytes)
 
 
@@ -146,7 +150,8 @@ def check_pinned(workload: Workload, pins: Sequence[Pin]) -> None:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # who measures the model is warned then
-        found, _ = discovered(chosen.model, lambda size: own_batch(chosen, size))
+        where = device_of(chosen.model)
+        found, _ = discovered(chosen.model, lambda size: own_batch(chosen, size).to(where))
     check_named(pins, found.units)
 
 
@@ -183,6 +188,7 @@ def _profile(
     with torch.random.fork_rng(devices=devices):
         found, few = discovered(workload.model, job.batch)
         with every_layer(workload.model), preserved(workload.model):
+            train_whole(workload.model)
             if batches and room_bytes is not None:
                 batches = _fitting(job, found, batches, room_bytes, few.size)
             measured = sorted(_measure(job, found, batches, repeats), key=lambda m: m.batch)
@@ -218,8 +224,7 @@ def _fitting(
     """The sizes, halved where they do not fit, judged by a batch of a few samples: the first of
     ``SIZES``, from ``smallest`` on, that model and loss take."""
     few, takes_bytes, step_s = _small_step(job, found, smallest)
-    # Of a profile's own: the model's values are kept, and gradients are made.
-    persistent = 3 * sum(p.numel() * p.element_size() for p in job.workload.model.parameters())
+    persistent = _persistent_bytes(job.workload.model)
 
     def fits(size: int) -> bool:
         takes = persistent + takes_bytes * size / few <= room_bytes
@@ -234,6 +239,11 @@ def _fitting(
     if len(sizes) == 1:
         sizes.add(max(sizes) // 2 or few)
     return sorted(sizes)
+
+
+def _persistent_bytes(model: nn.Module) -> int:
+    # Of a profile's own: the model's values are kept, and gradients are made.
+    return 3 * sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _small_step(job: _Job, found: Discovery, smallest: int) -> tuple[int, float, float]:
@@ -434,7 +444,12 @@ def _with_fidelity(
         )
         return dict(units)
     job.report(0.7, "measuring gradients")
-    measured = measure_fidelity(job.workload, [job.batch(like.batch) for _ in range(STEPS)])
+    model, batches = job.workload.model, [job.batch(like.batch) for _ in range(STEPS)]
+    takes_bytes, takes_s = thin_takes(model)
+    thin = _persistent_bytes(model) + takes_bytes <= job.room_bytes and (
+        job.device.type != "cpu" or STEPS * like.times.total + takes_s <= left_s
+    )
+    measured = measure_fidelity(job.workload, batches, thin=thin)
     found, wrong = {}, []
     for name, unit in units.items():
         names = list(dict.fromkeys(p.shared for p in unit.parameters))

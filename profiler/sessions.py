@@ -26,7 +26,12 @@ from ..executor.launch.attribution import check_mean
 from ..executor.launch.devices import local_device
 from ..executor.launch.processes import Ranks
 from ..executor.launch.progress import Step
-from ..executor.launch.start import memory_bytes, start_process_group, under_torchrun
+from ..executor.launch.start import (
+    local_ranks,
+    memory_bytes,
+    start_process_group,
+    under_torchrun,
+)
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
 from ..models.compiled import described, uncompiled
@@ -55,6 +60,7 @@ from .links import single_device
 from .memory import is_dry
 from .model import FEW, check_pinned, measured_updates
 from .model import profile as profile_model
+from .places import places_of_ranks
 from .progress import StageProgress
 
 # [Note: What is measured together]
@@ -103,8 +109,7 @@ def profile_on_ranks(
             workload, batches=batches, device=device, progress=step, room_bytes=room, **but
         )
 
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, (socket.gethostname(), device_name(device)))
+    places = places_of_ranks(device)
 
     def measure_together() -> ModelProfile:
         # See [Note: What is measured together].
@@ -157,8 +162,7 @@ def cluster_of_ranks(
     device: torch.device, progress: Step | None = None, *, refresh: bool = False
 ) -> Cluster:
     """What the links among all ranks do; collective, and the same on every rank."""
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, (socket.gethostname(), device_name(device)))
+    places = places_of_ranks(device)
     shown = progress if dist.get_rank() == 0 else None
     return _once(
         Cluster,
@@ -169,12 +173,11 @@ def cluster_of_ranks(
 
 
 def _cluster_key(places: Sequence[object], device: torch.device) -> str:
-    """Of ranks at those places. Variables choose threads, interfaces and algorithms."""
+    """Of ranks at those places. Variables choose interfaces and algorithms."""
     chosen = sorted(
         (name, value) for name, value in os.environ.items() if name.startswith(("GLOO_", "NCCL_"))
     )
-    threads = os.environ.get("OMP_NUM_THREADS")
-    return digest("cluster", places, software(), threads, chosen, *_how(device))
+    return digest("cluster", places, software(), torch.get_num_threads(), chosen, *_how(device))
 
 
 def _probe(device: torch.device, progress: Step | None) -> Cluster:
@@ -214,11 +217,6 @@ def room_bytes(device: torch.device) -> float:
     return ROOM * memory_bytes(device, local_ranks())
 
 
-def local_ranks() -> int:
-    """Ranks on this host, this one included."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def _once(
     cls: type[DocumentT], key: str, make: Callable[[], DocumentT], refresh: bool
 ) -> DocumentT:
@@ -252,7 +250,7 @@ def _profile_key(
         torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, compiled,
         _code_of(model, workload.loss),
     )  # fmt: skip
-    together = (*((hosts,) if hosts else ()), *_how(device))
+    together = (*((hosts,) if hosts else ()), *_how(device), "whole matrices")
     return digest(
         "profile", workload.name, repr(model), _tensors_of(model), _inputs_of(batch), batches,
         where, how, *together,

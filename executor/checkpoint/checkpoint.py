@@ -115,6 +115,7 @@ def checkpoint(
         return path, _every_of(every)
 
     path, each = together(checked)
+    _join_writers(path)
     rank_zero_decides(lambda: prepare(path))
     return Checkpoint(path, unwrapped(model), run, parts, each, keep, launched=folder is None)
 
@@ -168,7 +169,6 @@ class Checkpoint:
         self._found = rank_zero_decides(lambda: steps_in(folder))
         self._resumed = False
         self._thread: threading.Thread | None = None
-        self._join_all()  # another may write into this very folder
         _of_group(self._group).add(self)
         self._writing = 0
         self._failure: Exception | None = None
@@ -389,10 +389,29 @@ def _of_group(group: Any) -> WeakSet[Checkpoint]:
     return found
 
 
+def _join_writers(folder: Path) -> None:
+    """Waits for what this process still writes into a folder, of which unfinished checkpoints are
+    to be removed."""
+    for group in _within.values():
+        for one in group:
+            if one.folder.absolute() == folder.absolute():
+                one._join()
+
+
 def _let_write(reference: weakref.ref[Checkpoint]) -> None:
     kept = reference()
-    if kept is not None and kept._thread is not None:
-        kept._thread.join(LEAVE_S)
+    if kept is None or kept._thread is None:
+        return
+    kept._thread.join(LEAVE_S)
+    # Who has called ``close`` has waited for it, and was told.
+    where = f"the checkpoint of step {kept._writing} in {kept.folder}"
+    if kept._thread.is_alive():
+        note(
+            f"{where} was still being written {LEAVE_S:g} s after the training had ended, and is "
+            "not whole: let the script end with close() of mw.checkpoint, which waits for it"
+        )
+    elif kept._failure is not None:
+        note(f"{where} could not be written: {kept._failure}")
 
 
 def model_fingerprint(model: nn.Module, run: Run) -> str:

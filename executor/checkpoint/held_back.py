@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..gradients.feedback import LossyGradGroup
+from ..gradients.feedback import LossyGradGroup, kinds_held
 from ..gradients.pending import bare
 from ..parallel import exchange_state_dict, load_exchange_state_dict
 from ..run import Run
@@ -108,10 +108,12 @@ class HeldBack:
     def _kinds(self) -> dict[str, set[str]]:
         """What this plan can hold of each parameter."""
         priority = self._run.priority
-        groups = priority.grad_groups if priority is not None else ()
-        return {
+        if priority is None:
+            return {}
+        frozen = {param.name: kinds_held(param) for param in self._run.frozen}
+        return frozen | {
             param.name: group.kinds_held(param)
-            for group in groups
+            for group in priority.grad_groups
             if isinstance(group, LossyGradGroup)
             for param in group.feedback
         }

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...planner.schema.errors import InputError, RunError
 from ...planner.schema.record import decode, encode
 from .groups import Group, World
-from .setups import HostSetup, check_versions, digest_text, other_devices, setup_here
+from .setups import HostSetup, check_versions, digest_text, setup_here
 from .watchdog import Watchdog
 
 
@@ -107,20 +107,20 @@ class Control:
                 f"{remedy}"
             )
 
-    def agree_on_setup(self, device: torch.device) -> str | None:
-        """Raises ``InputError`` where hosts have other versions; a sentence where they compute on
-        other devices. Collective."""
+    def agree_on_setup(self, device: torch.device) -> list[HostSetup]:
+        """Raises ``InputError`` where hosts have other versions; the ranks' where anything else
+        differs. Collective."""
         mine = setup_here(device)
         doing = "the comparison of versions and devices"
         digests = self._column(digest(digest_text(mine)), doing)
         # What differs is shown only where something does: all ranks know whether.
         if len(set(digests)) == 1:
-            return None
+            return []
         setups = [
             decode(HostSetup, text.encode()) for text in self.texts(encode(mine).decode(), doing)
         ]
         check_versions(setups)
-        return other_devices(setups)
+        return setups
 
     def texts(self, text: str, doing: str) -> list[str]:
         """The text of every rank, in their order. Collective."""

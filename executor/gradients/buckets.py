@@ -32,9 +32,9 @@ class GradParam:
     """One parameter and who else holds the same values. ``full_numel`` is its undivided size.
 
     ``degree`` members hold the slices of a divided parameter; ``members`` is then their group.
-    ``unit`` is the place of its first user in forward order; ``exchange``, ``ratio``, ``feedback``
-    and ``wire`` are that unit's policy. ``whole`` says that it is sent whole in every backward,
-    whatever the policy.
+    ``unit`` is the place of its first user in forward order; ``exchange``, ``ratio``, ``feedback``,
+    ``wire`` and ``rank`` are that unit's policy. ``whole`` says that it is sent whole in every
+    backward, whatever the policy.
     """
 
     name: str
@@ -49,6 +49,8 @@ class GradParam:
     whole: bool = False
     feedback: FeedbackPolicy = "residual"
     wire: WireFormat = "exact"
+    rank: int = 1
+    """Of its thin matrices, under low rank."""
     channels: Channels | None = None
     """Where its elements are shared among the peers."""
     released: bool = False

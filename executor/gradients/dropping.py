@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...planner.schema.errors import InputError
 from ...planner.simulate.dropping import Budget
 from ..comm.control import Control, PendingGather
 from .buckets import GradParam
@@ -95,6 +96,16 @@ class Dropping:
             "waited": {p.name: self._waited[p] for p in self._droppable},
             "credit_bytes": [budget.credit_bytes for budget, _ in self._budgets],
         }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises ``InputError`` where a ``state`` is of a plan that drops other parameters."""
+        waited, names = set(state["waited"]), {p.name for p in self._droppable}
+        if waited != names or len(state["credit_bytes"]) != len(self._budgets):
+            other = f"{min(waited ^ names)!r}" if waited != names else "other ratios"
+            raise InputError(
+                f"the exchange state is of a plan that differs in whether it drops {other}: load "
+                "it under the plan that saved it"
+            )
 
     def load(self, state: dict[str, Any]) -> None:
         self._coming = None

@@ -24,7 +24,7 @@
 # planner/memory/gradient_buffers.py says what each place takes in bytes.
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from ...planner.memory.gradient_buffers import FIRST_RATIO
 from ...planner.schema.errors import InputError
-from ...planner.schema.plan import AT_ONCE, MIRRORS, Plan
+from ...planner.schema.plan import AT_ONCE, LOSSY, MIRRORS, Plan
 from ...planner.simulate import slicing
 from ...planner.simulate.dropping import PATIENCE
 from ...planner.simulate.slicing import SliceSpec
@@ -97,6 +97,13 @@ class ErrorFeedback:
         if index.numel():  # where nothing is sent, nobody would see the overflow
             drop_what_overflowed(elements, taken, on_stream=self._on_stream)
         return taken
+
+    def put_back(self, index: Tensor, values: Tensor) -> None:
+        """Holds again what ``take`` has taken out, where it was not sent."""
+        residual = self.residual
+        assert residual is not None
+        where = residual.device
+        flat(residual).index_add_(0, index.to(where), values.to(where))
 
     def take_all(self, gradient: Tensor) -> None:
         """Takes everything out and adds it to ``gradient``."""
@@ -245,10 +252,12 @@ class LossyGradGroup(GradGroup):
     def held(self, param: GradParam) -> Tensor:
         """What is held of a parameter, which an exchange changes in place; zeros at first."""
         feedback = self.feedback[param]
-        if feedback.residual is None:
-            feedback.restore(empty_like(param).zero_())
-        assert feedback.residual is not None
-        return feedback.residual
+        if (residual := feedback.residual) is None:
+            residual = empty_like(param).zero_()
+        # Elements are sent as they lie in memory, of which the format may have changed.
+        residual = laid_as(self.gradients[param], residual)
+        feedback.restore(residual)
+        return residual
 
     def holds(self, param: GradParam) -> bool:
         feedback = self.feedback.get(param)
@@ -272,17 +281,15 @@ class LossyGradGroup(GradGroup):
             if (residual := feedback.residual) is not None
         }
 
+    def check(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Raises ``InputError`` where a ``state`` is not of the same parameters."""
+        for param in self.feedback:
+            check_held(param, state.get(param.name, {}))
+
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Holds what a ``state`` of the same parameters says."""
+        """Holds what a ``state`` of the same parameters says, as ``check`` has found it to be."""
         for param, feedback in self.feedback.items():
-            saved = state.get(param.name, {})
-            strange = {"residual", "mirror"} & set(saved) - {_saved_as(param)}
-            if strange:
-                raise InputError(
-                    f"the exchange state has a {strange.pop()} of {param.name!r} and the plan "
-                    f"keeps a {_saved_as(param)}: load it under the plan that saved it"
-                )
-            residual = saved.get(_saved_as(param))
+            residual = state.get(param.name, {}).get(_saved_as(param))
             feedback.restore(None if residual is None else in_format_of(param, residual))
 
 
@@ -291,15 +298,33 @@ def _saved_as(param: GradParam) -> str:
     return "mirror" if mirrors(param) else "residual"
 
 
-def in_format_of(param: GradParam, value: Any) -> Tensor:
-    """A saved tensor in the memory format, type and place of the parameter's gradient."""
-    parameter = param.parameter.detach()
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
-        found = tuple(value.shape) if isinstance(value, Tensor) else value
+def kinds_held(param: GradParam) -> set[str]:
+    """What may be held of a parameter, trained now or frozen."""
+    if param.whole or param.exchange not in LOSSY:
+        return set()
+    return {_saved_as(param)} | ({"velocity"} if param.exchange == "topk" else set())
+
+
+def check_held(param: GradParam, saved: Mapping[str, Any]) -> None:
+    """Raises ``InputError`` where what was saved of a parameter is not what the plan holds."""
+    strange = {"residual", "mirror"} & set(saved) - {_saved_as(param)}
+    if strange:
         raise InputError(
-            f"the exchange state of {param.name!r} has shape {found}, its parameter "
-            f"{tuple(parameter.shape)}: load what this rank saved under the same plan"
+            f"the exchange state has a {strange.pop()} of {param.name!r} and the plan "
+            f"keeps a {_saved_as(param)}: load it under the plan that saved it"
         )
+    shape = param.parameter.shape
+    for value in saved.values():
+        if not isinstance(value, Tensor) or value.shape != shape:
+            found = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise InputError(
+                f"the exchange state of {param.name!r} has shape {found}, its parameter "
+                f"{tuple(shape)}: load what this rank saved under the same plan"
+            )
+
+
+def in_format_of(param: GradParam, value: Tensor) -> Tensor:
+    """A saved tensor in the memory format, type and place of the parameter's gradient."""
     return empty_like(param).copy_(value)
 
 
@@ -316,6 +341,7 @@ def hand_over(old: Iterable[GradGroup], new: Iterable[GradGroup], before: Held) 
         known |= grad_group.state() if isinstance(grad_group, LossyGradGroup) else {}
     for grad_group in new:
         if isinstance(grad_group, LossyGradGroup):
+            grad_group.check(known)
             grad_group.load(known)
             for param in grad_group.feedback:
                 known.pop(param.name, None)

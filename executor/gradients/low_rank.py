@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.cost.exchange import matrix_rank, matrix_sides
+from ...planner.cost.exchange import matrix_sides
 from ...planner.simulate.slicing import SliceSpec
 from ..comm.buffers import alias_for_comm
 from ..comm.watchdog import Watchdog
@@ -77,30 +77,39 @@ class Directions:
         residual stays: that shows on all ranks, and must not stay for later steps. With
         ``on_stream`` the host does not wait for what it launches."""
         with _as_given(values):
+            # The values themselves, where they have as many bits as directions.
             total = values.to(self.left.dtype).add_(residual)
-            if self.by_rows:
-                made = total @ self.right
-                pair = made, self.right.T
-            else:
-                made = total.T @ self.left
-                pair = self.left, made.T
+            made = self.of(total)
             finite = torch.isfinite(made).all()
-            if on_stream or total.dtype != residual.dtype:
-                left_out = torch.addmm(total, *pair, alpha=-1).to(residual.dtype)
-                torch.where(finite, left_out, residual, out=residual)
-            elif finite:
-                torch.addmm(total, *pair, alpha=-1, out=residual)
+            if not on_stream and not finite:
+                return made
+            left_out = total.addmm_(*self._product(made), alpha=-1)
+            if on_stream:
+                torch.where(finite, left_out.to(residual.dtype), residual, out=residual)
+            else:
+                residual.copy_(left_out)
         return made
+
+    def of(self, total: Tensor) -> Tensor:
+        """The thin matrix of a whole one: that in the present directions."""
+        return total @ self.right if self.by_rows else total.T @ self.left
+
+    def _product(self, thin: Tensor) -> tuple[Tensor, Tensor]:
+        """The two matrices whose product is what a thin one stands for."""
+        return (thin, self.right.T) if self.by_rows else (self.left, thin.T)
 
     def take(self, mean: Tensor, into: Tensor) -> None:
         """Writes the gradient that a ``mean`` of thin matrices stands for, and turns the directions
         to it."""
-        pair = (mean, self.right.T) if self.by_rows else (self.left, mean.T)
         with _as_given(into):
             if into.dtype == mean.dtype:
-                torch.mm(*pair, out=into)
+                torch.mm(*self._product(mean), out=into)
             else:
-                into.copy_(pair[0] @ pair[1])
+                into.copy_(torch.mm(*self._product(mean)))
+        self.turn(mean)
+
+    def turn(self, mean: Tensor) -> None:
+        """Turns the directions of the other side to a thin matrix."""
         # Of nothing, and of what is not finite, no directions can be made.
         tells = torch.isfinite(mean).all() & mean.any()
         turned = _orthonormal(torch.nan_to_num(mean, nan=0.0, posinf=0.0, neginf=0.0))
@@ -133,11 +142,11 @@ def _orthonormal(columns: Tensor) -> Tensor:
     return made
 
 
-def directions_of(param: GradParam) -> Directions:
+def _directions_of(param: GradParam) -> Directions:
     """Those of a parameter's gradient, before anything was sent."""
     rows, columns = matrix_sides(param.parameter.shape)
     dtype = torch.promote_types(param.parameter.dtype, torch.float32)
-    rank = matrix_rank(rows, columns, param.ratio)
+    rank = min(param.rank, rows, columns)
     return Directions(rows, columns, rank, dtype, param.parameter.device, param.name)
 
 
@@ -146,7 +155,9 @@ class LowRankSlice(Slice):
 
     def __init__(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> None:
         super().__init__(params, slice_spec)
-        self.directions = {param: directions_of(param) for param in params}
+        # A member of a group may have nothing of a parameter: nor have its peers then.
+        some = [param for param in params if param.parameter.numel()]
+        self.directions = {param: _directions_of(param) for param in some}
 
     @property
     def bytes(self) -> int:
@@ -159,6 +170,8 @@ class LowRankSlice(Slice):
 
     def send_thin(self, thin: Sequence[Tensor]) -> None:
         """Starts the sum of thin matrices. Collective, in the order of all slices."""
+        if not thin:
+            return
         group = self.params[0].group
         self._wire = torch.cat([each.reshape(-1) for each in thin])
         self._arrived = False

@@ -75,7 +75,7 @@ from ..comm.watchdog import Watchdog
 from .buckets import Exchange, GradParam, Votes
 from .by_host import HostGradGroup, Stages
 from .dropping import DroppedGradGroup, Dropping
-from .feedback import Held, Lossy, hand_over
+from .feedback import Held, Lossy, LossyGradGroup, hand_over
 from .flat_shard import ShardedGradient
 from .fully_sharded import FullyShardedGradGroup
 from .int8 import Int8GradGroup
@@ -134,7 +134,7 @@ class PriorityExchange(Exchange):
         )
         self.policies: list[Policy] = []  # in one order on all ranks
         # Of what is frozen now, to go on when it is trained again.
-        self._held_of_frozen: Held = {}
+        self.held_of_frozen: Held = {}
         self._topk_before: TopkState | None = None
         self.topk: TopkState | None = None
         self.low_rank: LowRankState | None = None
@@ -191,11 +191,17 @@ class PriorityExchange(Exchange):
                 return True
         return False
 
+    def held(self) -> Held:
+        """Copies of all that lossy exchanges hold, of parameters that are frozen now too."""
+        found = copy.deepcopy(self.held_of_frozen)
+        for grad_group in self.grad_groups:
+            if isinstance(grad_group, LossyGradGroup):
+                found |= grad_group.state()
+        return found
+
     def follow(self, before: PriorityExchange) -> None:
         """Goes on with what another exchange, of other parameters of the same model, has held."""
-        self._held_of_frozen = hand_over(
-            before.grad_groups, self.grad_groups, before._held_of_frozen
-        )
+        self.held_of_frozen = hand_over(before.grad_groups, self.grad_groups, before.held_of_frozen)
         self.release.updater = before.release.updater
         if self.low_rank is not None and before.low_rank is not None:
             self.low_rank.load(before.low_rank.state())
@@ -227,12 +233,16 @@ class PriorityExchange(Exchange):
     def abandon(self) -> None:
         self._in_backward = False
 
-    def _forget_failed(self) -> None:
+    def forget_unsent(self) -> None:
         """Forgets what a backward that failed has gathered and not sent."""
         for grad_group in self.grad_groups:
             if not grad_group.sent:
                 grad_group.clear()
-            elif grad_group.sent < len(grad_group.slices):
+
+    def _forget_failed(self) -> None:
+        self.forget_unsent()
+        for grad_group in self.grad_groups:
+            if 0 < grad_group.sent < len(grad_group.slices):
                 raise RunError(
                     f"the last backward ended when a part of the gradient of {grad_group.listed} "
                     "had been sent, and ranks cannot go on from there: go on from a checkpoint, or "

@@ -270,6 +270,13 @@ class TopkGradGroup(LossyGradGroup):
         one.expect(params[0].ratio)
         return one
 
+    def clear(self) -> None:
+        # Of a backward that failed: what was chosen has not left.
+        for param, (values, index) in self._chosen.items():
+            self.feedback[param].put_back(index, values)
+        self._chosen = {}
+        super().clear()
+
     @property
     def needs_room(self) -> bool:
         # What has come is copied out of its messages, and put together for most updates.

@@ -45,7 +45,7 @@ from .report import (
     background_figures,
     report_of_script,
 )
-from .restarts import Restarts, run_with_restarts
+from .restarts import Restarts, may_be_again, run_with_restarts
 from .scalars import TENSORBOARD_VARIABLE, scalar_folder
 from .start import cores
 from .tasks import PLAN, CheckpointSettings, Task, run_task
@@ -206,7 +206,8 @@ def keeping_for(
             f"{folder} has checkpoints up to step {steps[0]}: name a new folder to begin anew, or "
             "go on from them (without --no-resume, with resume=True)"
         )
-    return CheckpointSettings(folder=str(path), every=every, restarted=restarted)
+    again = restarted or may_be_again()
+    return CheckpointSettings(folder=str(path), every=every, restarted=again)
 
 
 def _launch_script(plan: Plan, script: Sequence[str], ranks: Ranks) -> RunReport | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ if TYPE_CHECKING:  # the command line reads its options without torch
 Made = TypeVar("Made")
 DEFAULT_RESTARTS = 3
 """What the command line allows where hosts may be lost."""
+AGAIN_VARIABLE = "MESHWRIGHT_MAY_BE_AGAIN"
+"""Set in jobs that a scheduler may start again without telling them."""
 
 # [Note: What starts ranks again]
 # Each attempt is one group of workers of torchrun's agent, which starts them, watches them and ends
@@ -34,6 +37,11 @@ DEFAULT_RESTARTS = 3
 #   keeps it, so that no run would outlive that host, while a launcher over ssh is on none of them.
 # A script under plain torchrun has all of the agent's own (``--nnodes 1:2 --max-restarts 3``):
 # ``auto_parallelize`` plans anew for the ranks that it finds, and ``mw.checkpoint`` goes on.
+
+
+def may_be_again() -> bool:
+    """Whether a scheduler may have started this run again after it had been lost."""
+    return AGAIN_VARIABLE in os.environ or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 @dataclass(frozen=True)

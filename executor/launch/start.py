@@ -11,13 +11,16 @@ import socket
 import struct
 import sys
 import time
+from math import ceil
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ...planner.schema.errors import InputError, RunError
-from ..cgroups import memory_groups
+from ..cgroups import allowed_cores, memory_groups
 from .devices import agreed_device, local_device
+from .worker import LAUNCHER
 
 # What torchrun tells every process of a run.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -46,12 +49,11 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     # "terminate called without an active exception" (torch 2.13; seen in 1 of 14 runs). So they get
     # the lock for a moment before.
     atexit.register(time.sleep, 0.1)
+    # Ranks on one host divide its cores, unless the user has said how many threads each takes.
+    if local_ranks() > 1 and not _threads_are_told():
+        torch.set_num_threads(max(1, cores() // local_ranks()))
     if dist.is_initialized():
         return _with_memory(device)
-    # Ranks on one host divide its cores, unless the user has said how many threads each takes.
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if "OMP_NUM_THREADS" not in os.environ and local_ranks > 1:
-        torch.set_num_threads(max(1, cores() // local_ranks))
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     limit = datetime.timedelta(seconds=timeout_s)
     if under_torchrun():
@@ -68,6 +70,21 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     atexit.register(_end_process_group)
     return _with_memory(agreed_device(device))
+
+
+def _threads_are_told() -> bool:
+    """Whether the user, or our own launcher, has said how many threads a process takes."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        return False
+    # torchrun says 1 to ranks that share a host where the user has said nothing to torchrun.
+    one = os.environ["OMP_NUM_THREADS"] == "1" and torch.get_num_threads() == 1
+    if not one or LAUNCHER in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    try:
+        started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:  # no Linux, or not ours to read
+        return True
+    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in started_with.split(b"\0"))
 
 
 def _with_memory(device: torch.device) -> torch.device:
@@ -92,11 +109,15 @@ def _check_environment() -> None:
         )
 
 
+def local_ranks() -> int:
+    """Ranks on this host, this one included."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(ceil(min(affine or 1, allowed_cores())), 1)
 
 
 def tell_gloo(host: str, *, several: bool) -> None:

@@ -226,11 +226,25 @@ def _is_equivalent(
     def shown(call: UnitCall) -> bool:
         return _SplitTrial(holder, unit, spec, degree).always_agrees(_with_values(call).to(dtype))
 
+    if _adds_to_what_it_is_given(holder, unit, _with_values(call).to(dtype)):
+        return False  # each member would add its own to a copy
     short = _shortened(call, holder)
     if short is not call:
         with contextlib.suppress(Exception):  # its forward may need the whole length
             return shown(short)
     return shown(call)
+
+
+def _adds_to_what_it_is_given(holder: nn.Module, unit: UnitSpec, call: UnitCall) -> bool:
+    """Whether a run of the unit leaves something in a list or a dict that it was called with, such
+    as a loss of its own."""
+    given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, list | dict)]
+    if not given:
+        return False
+    before = [len(pytree.tree_leaves(each)) for each in given]
+    with torch.no_grad():
+        run_modules(copied(holder), unit.modules, call)
+    return before != [len(pytree.tree_leaves(each)) for each in given]
 
 
 def _with_other_values(unit: UnitSpec, call: UnitCall) -> UnitCall:

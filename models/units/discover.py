@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, TypedDict
 
 import torch
@@ -459,13 +460,42 @@ class _Trial:
 
 def settings(module: nn.Module) -> list[tuple[str, Any]]:
     """The plain settings of one module and of its configuration: whether it checkpoints, which
-    attention it computes, and whatever else what it prints does not show."""
-    plain = (bool, int, float, str, type(None))
+    attention it computes, by which function, and whatever else what it prints does not show."""
     config = vars(module).get("config")
-    found = [*vars(module).items(), *(vars(config).items() if hasattr(config, "__dict__") else ())]
+    own = [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+    found = [*own, *(vars(config).items() if hasattr(config, "__dict__") else ())]
     # A name may be at both, with values of different types.
-    kept = ((name, value) for name, value in found if isinstance(value, plain))
+    kept = ((name, value) for name, given in found if (value := _plain(given)) is not _NOT_PLAIN)
     return sorted(kept, key=lambda pair: (pair[0], repr(pair[1])))
+
+
+_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+_NOT_PLAIN = object()
+# Of containers in one another, and of entries of one (a vocabulary is no setting).
+_DEEPEST, _MOST_ENTRIES = 3, 200
+
+
+def _plain(value: object, depth: int = 0) -> object:
+    """A setting's value as something that prints alike in every process; ``_NOT_PLAIN`` for what is
+    no setting."""
+    if isinstance(value, bool | int | float | str | type(None)):
+        return value
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        own = [each for each in map(_plain, code.co_consts) if each is not _NOT_PLAIN]
+        return value.__module__, value.__qualname__, code.co_code.hex(), code.co_names, own
+    if isinstance(value, BuiltinFunctionType):
+        return value.__module__, value.__qualname__
+    if depth == _DEEPEST:
+        return _NOT_PLAIN
+    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+        value = vars(value) if hasattr(value, "__dict__") else {}
+    if isinstance(value, Mapping) and len(value) <= _MOST_ENTRIES:
+        pairs = [(str(name), _plain(each, depth + 1)) for name, each in value.items()]
+        return sorted((pair for pair in pairs if pair[1] is not _NOT_PLAIN), key=repr)
+    if isinstance(value, list | tuple) and len(value) <= _MOST_ENTRIES:
+        return [each for given in value if (each := _plain(given, depth + 1)) is not _NOT_PLAIN]
+    return _NOT_PLAIN
 
 
 def _counts(name: str, value: object) -> bool:

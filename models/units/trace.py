@@ -21,7 +21,7 @@ from ...planner.schema.errors import InputError
 from ..compiled import eagerly
 from ..failing import in_module
 from ..opened import leaves_in
-from ..replay import preserved
+from ..replay import preserved, train_whole
 from ..workload import Batch
 from .storages import storage_of
 
@@ -213,9 +213,7 @@ def record(model: nn.Module, batch: Batch) -> Trace:
     was. Raises ``InputError`` with the model's own error where it fails on its batch."""
     recorder = _Recorder(model)
     with preserved(model), eagerly(), torch.enable_grad():
-        # Only where the whole is in evaluation mode: the user may have frozen parts of it.
-        if not model.training:
-            model.train()
+        train_whole(model)
         try:
             with _hooked(model, recorder), recorder:
                 model(*batch.args, **batch.kwargs)

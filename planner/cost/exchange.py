@@ -53,15 +53,25 @@ def matrix_sides(shape: Sequence[int]) -> tuple[int, int]:
     return rows, prod(shape) // max(rows, 1)
 
 
-def thin_share(rows: int, columns: int, rank: int) -> float:
-    """The share of a matrix's elements that its thin matrices of that rank have, in the mean of the
-    two that take turns."""
-    return rank * (rows + columns) / 2 / (rows * columns)
+Sides = Sequence[tuple[int, int]]
+"""The rows and columns of several matrices."""
 
 
-def matrix_rank(rows: int, columns: int, ratio: float) -> int:
-    """The rank whose thin matrices have about that share of the elements, 1 at least."""
-    return max(min(round(ratio / thin_share(rows, columns, 1)), rows, columns), 1)
+def thin_share(sides: Sides, rank: int) -> float:
+    """The share of all elements of a unit's matrices that thin matrices of that rank have, in the
+    mean of the two that take turns. No matrix has a rank above its sides."""
+    thin = sum(min(rank, rows, columns) * (rows + columns) / 2 for rows, columns in sides)
+    return thin / max(sum(rows * columns for rows, columns in sides), 1)
+
+
+def thin_rank(sides: Sides, ratio: float) -> int:
+    """The rank, the same for all matrices of a unit, whose thin matrices have the share of elements
+    that is next to ``ratio``; 1 at least."""
+    most = max((min(each) for each in sides), default=1)
+    rank, share = 1, thin_share(sides, 1)
+    while rank < most and (share + (more := thin_share(sides, rank + 1))) / 2 <= ratio:
+        rank, share = rank + 1, more
+    return rank
 
 
 def wire_share(wire: WireFormat, element_bytes: int) -> float:

@@ -19,6 +19,7 @@ from ..schema.goal import ROUNDED_FIDELITY, Goal
 from ..schema.pins import without
 from ..schema.plan import ExchangePolicy, UnitPlan
 from ..schema.precision import is_scaled
+from ..schema.profile import ModelProfile
 from ..schema.record import Count, Positive, Record, Seconds
 from ..solve.answer import over_bytes
 from ..solve.evaluate import evaluation
@@ -96,12 +97,12 @@ def advise(problem: Problem, solver: str = "auto", time_limit_s: float | None = 
         problem.goal, allow_lossy=False, min_fidelity=1.0, allow_local_steps=False
     )
     exact = replace(problem, goal=goal)
-    plain = CostModel(exact.profile, exact.cluster, goal)
+    plain = _without_a_plan(exact.profile, exact.cluster, goal)
     step = evaluation(plain, plain.baseline).prediction
     ways = [_by_itself("data parallel (DDP)", plain, step.step_s)]
     if plain.world_size > 1:
         there = resized_with(exact.profile, exact.cluster, 1)
-        one = CostModel(*there, _unpinned(goal))
+        one = _without_a_plan(*there, _unpinned(goal))
         # It has no executor, which predictions of plans count.
         ways.append(_by_itself("one device", one, single_device_batch_s(one)))
     asked = [*_fewer(exact), *_planned(exact)]
@@ -139,6 +140,19 @@ def slow_hosts(cluster: Cluster) -> tuple[SlowHost, ...]:
             rate = float(own[i])
             found.append(SlowHost(name=host.name, bytes_per_s=rate, others_bytes_per_s=others))
     return tuple(found)
+
+
+def _without_a_plan(profile: ModelProfile, cluster: Cluster, goal: Goal) -> CostModel:
+    """Data parallelism in as many micro-batches as are allowed and take least, of those that fit
+    in memory if any does."""
+    # No rank may be left without a sample.
+    each = goal.batch // cluster.world_size
+    counts = [count for count in goal.micro_batches if count <= max(each, 1)] or [1]
+    models = [CostModel(profile, cluster, goal, micro_batches=count) for count in counts]
+    if len(models) == 1:
+        return models[0]
+    fitting = [model for model in models if over_bytes(model, model.baseline) <= 0]
+    return min(fitting or models, key=lambda m: evaluation(m, m.baseline).prediction.step_s)
 
 
 def _by_itself(name: str, model: CostModel, step_s: float) -> Way:

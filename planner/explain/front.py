@@ -95,8 +95,9 @@ def front(
     problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
 ) -> tuple[SolvedPoint, ...]:
     """At most ``points`` points, fastest first; none where no plan fits. ``time_limit_s`` is for
-    each of them."""
-    problem = problem.placed()
+    each of them. None has local steps, which are another training."""
+    goal = msgspec.structs.replace(problem.goal, allow_local_steps=False)
+    problem = replace(problem, goal=goal).placed()
     ends = (
         _asked(problem, solver, time_limit_s, objective="time"),
         # A limit on the step's time would cut the front off before its economical end.

@@ -115,7 +115,9 @@ def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) ->
     # The placement is left open, as a cluster with other links may want another. A solver may give
     # away a little time for a simpler plan (``tie_tolerance``), which would be taken for the
     # change's gain.
-    asked = replace(problem, placement=None, tie_tolerance=0.0)
+    # And what another algorithm would gain is no change's.
+    goal = msgspec.structs.replace(problem.goal, allow_local_steps=False)
+    asked = replace(problem, goal=goal, placement=None, tie_tolerance=0.0)
     solver = plan.provenance.solver
     if solver not in solvers():
         solver = "auto"

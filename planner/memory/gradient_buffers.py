@@ -107,8 +107,18 @@ class FeedbackBytes(NamedTuple):
     moment: float
 
 
+def wide_bytes(model: CostModel, largest_bytes: float) -> float:
+    """What a gradient of 16 bits takes as low rank multiplies it; others are multiplied where they
+    lie."""
+    return largest_bytes * model.thin_bytes_share if model.thin_bytes_share > 1 else 0.0
+
+
 def feedback_bytes(
-    option: Option, trained_bytes: float, largest_bytes: float, choice_bytes: float
+    model: CostModel,
+    option: Option,
+    trained_bytes: float,
+    largest_bytes: float,
+    choice_bytes: float,
 ) -> FeedbackBytes:
     """What gradients and feedback of a unit take under an exchange whose choice takes
     ``choice_bytes``."""
@@ -118,8 +128,10 @@ def feedback_bytes(
     if option.exchange == "int8":
         return FeedbackBytes(trained_bytes, trained_bytes, 0.0, 0.0)
     if option.exchange == "low_rank":
-        kept = trained_bytes * (1 + 2 * option.ratio)
-        return FeedbackBytes(kept, trained_bytes, 0.0, largest_bytes)
+        kept = trained_bytes * (1 + 2 * option.ratio * model.thin_bytes_share)
+        # What is left of it is rounded before it is stored.
+        wide = wide_bytes(model, largest_bytes)
+        return FeedbackBytes(kept, trained_bytes, 0.0, wide and wide + largest_bytes)
     if option.exchange != "topk":
         return FeedbackBytes(0.0, trained_bytes, 0.0, 0.0)
     if option.feedback == "residual":

@@ -23,6 +23,7 @@ from .gradient_buffers import (
     feedback_bytes,
     received_elements_bytes,
     topk_choice_bytes,
+    wide_bytes,
 )
 from .prefetch_overlap import PrefetchOverlap, UnshardedBytes, gathered, prefetch_overlaps
 from .timeline import (
@@ -100,7 +101,7 @@ class MemoryModel:
         # are made where they are sent.
         new = new_grad or max((size for p, size in sizes if p.reached), default=0)
         choice = topk_choice_bytes(self.model, option, largest)
-        feedback = feedback_bytes(option, trained, largest, choice)
+        feedback = feedback_bytes(self.model, option, trained, largest, choice)
         if sliced and option.exchange == "topk" and option.feedback in AT_ONCE and never_together:
             # ``never_together`` was measured with all gradients there until the end. Top-k takes
             # them in one by one, so only those that one operator computes are there at once.
@@ -270,6 +271,8 @@ class MemoryModel:
             return 0.0  # less than the copies that were sent, which have gone
         sizes = [size for _, size in self.sizes_bytes(k, option)]
         copies = self._optimizer_copies(sizes)
+        if option.exchange == "low_rank":
+            copies = max(copies, wide_bytes(self.model, max(sizes, default=0)))
         if option.exchange != "topk":
             return copies / (option.layout.groups if option.gathers else 1)
         if option.feedback == "in_place":

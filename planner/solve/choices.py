@@ -127,8 +127,7 @@ def _lossy_exchanges(
     host_bytes_per_s = model.host_bytes_per_s
     for curve in unit.fidelity if goal.allows_parts else ():
         known = curve.exchange in capability.exchanges(sliced=model.sliced)
-        # Its products of matrices are the same to the last bit on equal devices only.
-        known = known and (curve.exchange != "low_rank" or len(model.kinds) == 1)
+        known = known and (curve.exchange != "low_rank" or _suits_low_rank(model, base))
         ways = feedbacks(curve.exchange, goal.optimizer, capability.feedback, host_bytes_per_s)
         for ratio in curve.ratios if known else ():
             lossy = base._replace(exchange=curve.exchange, ratio=ratio)
@@ -136,6 +135,13 @@ def _lossy_exchanges(
                 for way in ways:
                     if way != "host_mirror" or may_mirror(model, k, base):
                         yield lossy._replace(feedback=way)
+
+
+def _suits_low_rank(model: CostModel, base: Option) -> bool:
+    # Its products of matrices are the same to the last bit on equal devices only. And what they
+    # keep was measured of whole matrices: of a member's slice the same share is of a lower rank.
+    names = {device.name for device in model.cluster.devices}
+    return base.layout.degree == 1 and len(model.kinds) == 1 and len(names) == 1
 
 
 def _rounded(

@@ -69,7 +69,11 @@ def apart_if_quicker(problem: Problem, together: Result, search: Search) -> Resu
     return Result(
         inner.solver,
         "heuristic",
-        objective_s=plan.prediction.step_s,
+        objective_s=(
+            plan.prediction.step_s
+            if problem.goal.objective == "time"
+            else plan.prediction.gpu_seconds
+        ),
         plan=plan,
         reason=f"{inner.reason}; hosts train apart",
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.feedback import Lossy
-from meshwright.executor.parallel import full_state_dict, run_of
+from meshwright.executor.parallel import exchange_state_dict, full_state_dict, run_of
 from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.errors import InputError, RunError
 from meshwright.planner.schema.plan import ExchangePolicy, ScheduleName
@@ -139,6 +140,44 @@ def goes_on(rank: int, schedule: ScheduleName, policy: ExchangePolicy) -> list[d
             optimizer.zero_grad()
         found.append({name: value.clone() for name, value in full_state_dict(model).items()})
     return found
+
+
+def holds_what_has_not_left(rank: int) -> None:
+    """A unit of two matrices: of the later one top-k has chosen when the earlier one's fails."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(12, 12, bias=False) for _ in range(2)]
+    model = nn.Sequential(nn.Sequential(*layers), nn.Linear(12, 2, bias=False))
+    with scheduled("priority"):
+        chosen = plan(2, [unit(name, 1, "none", 2) for name in "01"])
+    chosen = with_exchange(chosen, "topk", 0.1)
+    units = [msgspec.structs.replace(one, feedback="in_place") for one in chosen.units]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = msgspec.structs.replace(chosen, units=tuple(units))
+    apply(model, optimizer, chosen, timeout_s=20, lossy=Lossy(stages=0))
+
+    def backward() -> None:
+        model(torch.full((2, 12), 0.5 + rank)).square().mean().backward()
+
+    def held() -> Tensor:
+        return exchange_state_dict(model)["residuals"]["0.1.weight"]["residual"]
+
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before, gradients = held(), []
+    later = layers[1].weight.register_hook(lambda gradient: gradients.append(gradient.clone()))
+    hook = layers[0].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="no memory"):
+        backward()
+    hook.remove()
+    later.remove()
+    optimizer.zero_grad()
+    model(torch.zeros(2, 12))  # a new forward forgets the backward that failed
+    torch.testing.assert_close(held(), before + gradients[0])
+
+
+def test_what_was_chosen_when_a_backward_fails_is_held(ranks):
+    ranks(2)(holds_what_has_not_left)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 import warnings
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from checkpoints import LOSSY, PLANS, Net, Trained, held_back, in_turn, unequal
 from meshwright.executor.apply import apply
+from meshwright.executor.checkpoint import checkpoint as checkpoint_module
 from meshwright.executor.checkpoint import safetensors
 from meshwright.executor.checkpoint.checkpoint import checkpoint
 from meshwright.executor.checkpoint.folder import step_name, steps_in
@@ -401,6 +404,26 @@ def test_positions_in_data_of_other_ranks_are_refused(ranks, tmp_path: Path):
     (outcome,) = ranks(1).outcomes(data_of_other_ranks, str(tmp_path))
     assert outcome.kind == "InputError"
     assert "has the data's positions of 2 ranks, each its own, and this run has 1" in outcome.error
+
+
+def made_again_while_it_writes(rank: int, folder: str) -> int | None:
+    """In a notebook, say, whose cell is run a second time."""
+    chosen, ordinary = PLANS["data parallel"](2), checkpoint_module.save
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.5)
+        ordinary(*arguments)
+
+    first = Trained(rank, chosen, folder, seed=1)
+    first.train(2)
+    with patch.object(checkpoint_module, "save", slowly):
+        first.ckpt.save(2)
+        second = Trained(rank, chosen, folder, seed=2)
+    return second.ckpt.resume()
+
+
+def test_what_is_still_being_written_is_waited_for(ranks, tmp_path: Path):
+    assert ranks(2)(made_again_while_it_writes, str(tmp_path)) == [2, 2]
 
 
 def best_beside_latest(rank: int, folder: str) -> None:

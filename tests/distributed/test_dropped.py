@@ -150,9 +150,28 @@ def refuses_what_another_rank_saved(rank: int) -> None:
     unsaid = {what: part for what, part in state.items() if what != "residuals"}
     with pytest.raises(InputError, match="says nothing of 'residuals'"):
         load_exchange_state_dict(training.model, unsaid)
-    residuals = {"3.weight": {"residual": torch.zeros(2)}}
+    # What comes before the one that does not fit is not loaded either.
+    residuals = {
+        name: {"residual": torch.ones_like(parts["residual"])}
+        for name, parts in state["residuals"].items()
+    }
+    residuals["3.weight"] = {"residual": torch.zeros(2)}
     with pytest.raises(InputError, match=r"'3.weight' has shape \(2,\), its parameter \(40, 24\)"):
         load_exchange_state_dict(training.model, {**state, "residuals": residuals})
+    dropped = state["policies"]["dropped"]
+    for other, match in (
+        ({**dropped, "waited": {}}, "differs in whether it drops '"),
+        ({**dropped, "credit_bytes": []}, "differs in whether it drops other ratios"),
+    ):
+        policies = {**state["policies"], "dropped": other}
+        with pytest.raises(InputError, match=match):
+            load_exchange_state_dict(
+                training.model, {**state, "residuals": {}, "policies": policies}
+            )
+    kept = exchange_state_dict(training.model)
+    assert kept["policies"] == state["policies"]
+    for name, parts in state["residuals"].items():
+        assert torch.equal(kept["residuals"][name]["residual"], parts["residual"])
 
 
 def test_state_of_another_run_is_refused(ranks):

@@ -450,9 +450,11 @@ def makes_others_of_its_class(rank: int) -> None:
     assert is_parallel(model)
 
 
-def is_pickled(rank: int) -> None:
+def is_pickled(rank: int, memory: Any = "keep") -> None:
     model, file = net(), io.BytesIO()
-    apply(model, sgd(model), whole(), timeout_s=20)
+    chosen = whole()
+    units = [msgspec.structs.replace(one, memory=memory) for one in chosen.units]
+    apply(model, sgd(model), msgspec.structs.replace(chosen, units=tuple(units)), timeout_s=20)
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
@@ -465,3 +467,7 @@ def is_pickled(rank: int) -> None:
 @pytest.mark.parametrize("check", [makes_others_of_its_class, is_pickled])
 def test_its_class_stays_the_users(ranks, check):
     ranks(2)(check)
+
+
+def test_a_plan_that_recomputes_is_pickled(ranks):
+    ranks(2)(is_pickled, "recompute")

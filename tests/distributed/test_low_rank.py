@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.flat_shard import flat
-from meshwright.executor.gradients.low_rank import directions_of
+from meshwright.executor.gradients.low_rank import LowRankSlice
 from meshwright.executor.parallel import (
     exchange_state_dict,
     full_state_dict,
+    load_exchange_state_dict,
     run_of,
 )
 from meshwright.planner.cost.exchange import matrix_sides
@@ -41,8 +42,9 @@ def sends_thin_matrices(rank: int) -> None:
     alone = twin(model)
     apply(model, OPTIMIZERS["sgd"](model.parameters()), of_low_rank(2), timeout_s=20)
     groups = run_of(model).priority.grad_groups
-    begun = {p.name: directions_of(p) for g in groups for p in g.params if not p.whole}
-    basis = {name: (one.left, one.right) for name, one in begun.items()}
+    slices = [one for g in groups for one in g.slices if isinstance(one, LowRankSlice)]
+    begun = [(p.name, directions) for one in slices for p, directions in one.directions.items()]
+    basis = {name: (one.left, one.right) for name, one in begun}
     left = {name: [torch.zeros(p.numel())] * 2 for name, p in alone.named_parameters()}
     for seed in range(5):
         for each in (model, alone):
@@ -128,6 +130,89 @@ def test_gradients_are_released_early(ranks):
 
 def test_directions_and_what_is_left_are_saved_with_the_training(ranks):
     ranks(2)(goes_on_from_a_checkpoint, of_low_rank(2))
+
+
+def saves_without_reading_first(rank: int) -> list[bool]:
+    """One rank reads its parameters, and so waits for what is still coming; the other does not."""
+    model = Net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    apply(model, optimizer, of_low_rank(2), timeout_s=20)
+    loss_of(model, floats(part(rank, [2, 2], 0))).backward()
+    optimizer.step()
+    if rank == 0:
+        model.state_dict()
+    state = exchange_state_dict(model)
+    return [one["by_rows"] for one in state["policies"]["low_rank"]["directions"].values()]
+
+
+def test_all_ranks_save_the_directions_after_the_step(ranks):
+    first, second = ranks(2)(saves_without_reading_first)
+    assert first == second
+    assert first
+    assert not any(first)
+
+
+def sends_all_in_another_format(rank: int) -> None:
+    """``sends_all_in_the_end`` of a convolution whose memory format is changed on the way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 2))
+    chosen = thin(plan(2, [unit(name, 1, "none", 2) for name in "02"]))
+    apply(model, OPTIMIZERS["sgd"](model.parameters()), chosen, timeout_s=20)
+    sent = torch.zeros_like(model[0].weight)
+    alone = twin(model)
+    computed = torch.zeros_like(sent)
+    for step in range(6):
+        if step == 3:
+            model.to(memory_format=torch.channels_last)
+        both = torch.randn(2, 2, 3, 4, 4, generator=torch.Generator().manual_seed(step))
+        for net, sums, x in ((model, sent, both[rank]), (alone, computed, both.flatten(0, 1))):
+            net.zero_grad()
+            net(x).square().mean().backward()
+            sums += net[0].weight.grad * 1
+    waiting = exchange_state_dict(model)["residuals"]["0.weight"]["residual"].contiguous()
+    dist.all_reduce(waiting)
+    torch.testing.assert_close(sent + waiting / 2, computed, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_held_follows_the_memory_format(ranks):
+    ranks(2)(sends_all_in_another_format)
+
+
+def keeps_what_is_held_of_frozen(rank: int) -> None:
+    def step(model: nn.Module, seed: int) -> None:
+        model.zero_grad()
+        loss_of(model, floats(part(rank, [2, 2], seed))).backward()
+        run_of(model).finish_steps()
+
+    def started() -> nn.Module:
+        model = Net()
+        apply(model, OPTIMIZERS["sgd"](model.parameters()), of_low_rank(2), timeout_s=20)
+        step(model, 0)
+        return model
+
+    model = started()
+    held = exchange_state_dict(model)["residuals"]
+    name, parameter = next((n, p) for n, p in model.named_parameters() if n in held)
+    parameter.requires_grad_(False)
+    step(model, 1)
+    state = exchange_state_dict(model)
+    assert torch.equal(state["residuals"][name]["residual"], held[name]["residual"])
+    other = started()
+    step(other, 2)
+    dict(other.named_parameters())[name].requires_grad_(False)
+    step(other, 3)
+    load_exchange_state_dict(other, state)
+    dict(other.named_parameters())[name].requires_grad_(True)
+    step(other, 4)
+    parameter.requires_grad_(True)
+    step(model, 4)
+    for known, part_of in exchange_state_dict(model)["residuals"].items():
+        again = exchange_state_dict(other)["residuals"][known]["residual"]
+        assert torch.equal(part_of["residual"], again), known
+
+
+def test_what_is_held_of_frozen_parameters_is_saved_and_loaded(ranks):
+    ranks(2)(keeps_what_is_held_of_frozen)
 
 
 def test_what_overflows_does_not_stay(ranks):

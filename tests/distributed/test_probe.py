@@ -87,6 +87,21 @@ def test_a_rank_without_a_neighbour_waits_for_pairs(
     assert all(curve.latency_s >= 0 for curve in levels["intra"].curves)
 
 
+def on_two_machines_of_one_name(rank: int) -> str:
+    with (
+        patch("meshwright.profiler.places._machine", return_value=f"machine {rank // 2}"),
+        pytest.raises(InputError) as refused,
+    ):
+        probe(sizes=SIZES, rounds=1, budget_s=5)
+    return str(refused.value)
+
+
+def test_two_machines_of_one_name_are_not_taken_for_one(ranks: Callable[[int], Ranks]) -> None:
+    said = ranks(3)(on_two_machines_of_one_name)
+    assert len(set(said)) == 1
+    assert said[0].startswith("ranks 0 and 2 are on two machines that are both called '")
+
+
 def as_hosts(rank: int) -> list[list[float]]:
     """Streams as if each rank had a host of its own."""
     return measure_host_rates(["a", "b"], torch.device("cpu"), budget_s=1.0).tolist()

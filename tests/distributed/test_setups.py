@@ -10,8 +10,9 @@ import pytest
 import torch
 from meshwright.executor import apply as applying
 from meshwright.executor.comm import control, setups
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.errors import InputError
-from plans import plan
+from plans import plan, unit
 from torch import nn
 
 HOSTS = ("a", "b", "b")
@@ -25,6 +26,9 @@ def applied(rank: int, model: nn.Module, target: str = "") -> str:
     ):
         warnings.simplefilter("always")
         made = msgspec.structs.replace(plan(len(HOSTS)), target=target)
+        if target == "low rank":
+            made = plan(len(HOSTS), [unit("", 1, "none", len(HOSTS))])
+            made = with_exchange(made, "low_rank", 0.5)
         try:
             applying.apply(model, None, made, timeout_s=20)
         except InputError as error:
@@ -37,17 +41,20 @@ def another(rank: int, what: str) -> str:
     here = setups.setup_here(torch.device("cpu"))
     if what == "version" and rank:
         here = msgspec.structs.replace(here, software=(*here.software[:2], ("torch", "2.99")))
-    if what == "device" and rank:
+    if what in ("device", "low rank") and rank:
         here = msgspec.structs.replace(here, device="cpu (old)")
     here = msgspec.structs.replace(here, host=HOSTS[rank])
     model = nn.Linear(3, 4 if what == "model" and rank == 2 else 2)
     with patch.object(control, "setup_here", lambda device: here):
+        if what == "low rank":
+            return applied(rank, model, what)
         return applied(rank, model, "other" if what == "plan" and rank else "same")
 
 
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
+        ("low rank", "refused: hosts have different devices: "),
         ("version", "refused: hosts have different versions of torch: {0} on a and 2.99 on b; "),
         ("model", "refused: the model (names, shapes and types of its parameters and buffers) of "
          "rank 2 (host b) differs from that of rank 0 (host a): build"),

@@ -118,13 +118,15 @@ class _ElasticRun:
     def _handle(self, error: MeshwrightError, numbers: tuple[int, ...]) -> None:
         """Raises the error, unless the run can go on after it."""
         joined = set(numbers) - set(self._ran)
-        if isinstance(error, InputError) and not error.lost and self._ran and joined:
+        refuses = isinstance(error, InputError) or error.before_start
+        if refuses and not error.lost and self._ran and joined:
             # A training that runs must not end for a host that has come back without its disk.
             self._refused |= joined
             self._say(f"{error}; goes on without {self._named(sorted(joined))}")
             return
         self._say(self._count.after(error, self._step))
-        self._ran = numbers
+        if not error.before_start:
+            self._ran = numbers
 
     def _has_room_by(self, error: MeshwrightError, numbers: tuple[int, ...]) -> bool:
         """Whether another plan was made for the same hosts, within what they have free. Raises the

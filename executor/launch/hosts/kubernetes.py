@@ -15,7 +15,8 @@ from typing import Any
 
 from ....planner.schema.errors import InputError
 from ....planner.schema.plan import Plan
-from ....planner.schema.record import encode
+from ....planner.schema.record import encode, fingerprint
+from ..restarts import AGAIN_VARIABLE
 from .command import PORT, HostCommand
 from .settings import check_environment
 
@@ -72,7 +73,15 @@ class KubernetesJob:
 
     @property
     def _plan_name(self) -> str:
-        return f"{self.name}-plan"
+        # Another for each plan: a ConfigMap outlives its job, and a job of another plan, made under
+        # the same name, would find the old one.
+        return f"{self.name}-plan-{fingerprint(self.plan)[:8]}"
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        # Pods that are made anew are not told that they are.
+        again = {AGAIN_VARIABLE: "1"} if self.max_restarts else {}
+        return {**again, **self.environment}
 
     def _job_set(self) -> dict[str, Any]:
         hosts = len(self.command.per_host)
@@ -112,7 +121,7 @@ class KubernetesJob:
                 f"{self.name}-{_JOB}-0-0.{self.name}:{PORT}",
                 _literal,
             ),
-            "env": [{"name": n, "value": _literal(v)} for n, v in self.environment.items()],
+            "env": [{"name": n, "value": _literal(v)} for n, v in self._variables.items()],
             "ports": [{"containerPort": PORT}],
             "volumeMounts": [
                 {"name": "plan", "mountPath": PLAN_FOLDER, "readOnly": True},

@@ -9,13 +9,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import NoReturn
 
 import msgspec
 
-from ....planner.schema.errors import MeshwrightError
+from ....planner.schema.errors import MeshwrightError, RunError
 from ....planner.schema.plan import Plan
 from ....planner.schema.record import decode
 from ....planner.schema.recorded import RecordedSteps
@@ -42,6 +42,8 @@ from .ssh import KEPT_LINES, HostConnection, HostEvent, ssh_command, why_ended, 
 # ended. Where all reports so far are of another host's failure, that host gets the second to say
 # what its cause was.
 _TO_TELL_S, _CAUSE_S = 3.0, 15.0
+# From the first connection until all hosts have started Python and read what they need.
+READY_S = 600.0
 # What a host may take to end, until its connection is given up.
 _TO_END_S = GRACE_S + 10.0
 
@@ -153,12 +155,11 @@ class _SshRun:
     def conduct(self) -> RunReport | None:
         """From the first connection to the last host's end."""
         threading.Thread(target=self._tell_alive, daemon=True).start()
-        self._connect()
-        while len(self._ready) < len(self._connections):
-            self._handle(self._next())
-            self._raise_failure()
-        self._compare()
-        place = self._meet()
+        try:
+            place = self._gather()
+        except MeshwrightError as error:
+            error.before_start = True
+            raise
         for connection in self._connections:
             connection.tell("go", place)
         self._follow()
@@ -166,6 +167,25 @@ class _SshRun:
         if self._report is None:
             self._at_end(None)
         return self._report
+
+    def _gather(self) -> RendezvousAddress:
+        """Connects all hosts; where they meet."""
+        self._connect()
+        until_s = time.monotonic() + READY_S
+        while len(self._ready) < len(self._connections):
+            self._handle(self._next())
+            self._raise_failure()
+            if time.monotonic() > until_s:
+                raise self._silent(set(range(len(self._connections))) - set(self._ready))
+        self._compare()
+        return self._meet(until_s)
+
+    def _silent(self, numbers: Iterable[int]) -> RunError:
+        names = ", ".join(self._labels[number] for number in sorted(numbers))
+        return RunError(
+            f"{names} answered over ssh and had not begun after {READY_S:g} s: see whether its "
+            "working folder and its Python can be read there (a network folder that hangs)"
+        )
 
     def stop(self, number: int) -> None:
         """Passes a signal on and waits until all hosts have ended."""
@@ -236,7 +256,7 @@ class _SshRun:
             f"predicted to take {size(needed)}: free some, or plan with a lower --memory-limit"
         )
 
-    def _meet(self) -> RendezvousAddress:
+    def _meet(self, until_s: float) -> RendezvousAddress:
         """Where the hosts meet: on the first, at its address on the way to the others."""
         host, port = self._hosts.meeting
         peer = meeting_peer([self._ready[n].address for n in sorted(self._ready)])
@@ -248,6 +268,8 @@ class _SshRun:
                 return RendezvousAddress(address=host or found.address, port=found.port)
             self._handle(event)
             self._raise_failure()
+            if time.monotonic() > until_s:
+                raise self._silent([0])
 
     def _follow(self) -> None:
         """Returns when all hosts have ended. Where one fails, the others are ended."""

@@ -6,8 +6,11 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.executor.gradients.low_rank import Directions
-from torch import Tensor
+from meshwright.executor.comm.groups import Group
+from meshwright.executor.gradients.buckets import GradParam
+from meshwright.executor.gradients.low_rank import Directions, LowRankSlice
+from meshwright.planner.simulate.slicing import SliceSpec
+from torch import Tensor, nn
 
 sides = st.integers(1, 24)
 
@@ -49,6 +52,17 @@ def test_what_is_sent_and_what_is_left_is_what_there_was(
         for side in (directions.left, directions.right):
             torch.testing.assert_close(side.T @ side, torch.eye(side.shape[1]).double())
     torch.testing.assert_close(sent + residual, computed)
+
+
+def test_a_member_without_a_part_of_a_parameter_sends_nothing_of_it():
+    empty = GradParam(
+        "weight", nn.Parameter(torch.zeros(0, 8)), Group((0,), 0, None, "alone"), 4, 8
+    )
+    one = LowRankSlice([empty], SliceSpec((0,)))
+    assert one.directions == {}
+    assert one.bytes == 0
+    one.send_thin([])
+    assert one.is_completed
 
 
 @given(rows=st.integers(4, 24), columns=st.integers(4, 24), seed=st.integers(0, 99))

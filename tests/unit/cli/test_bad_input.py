@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from meshwright.cli.output import deliver
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Layout
-from meshwright.planner.schema.record import save
+from meshwright.planner.schema.record import decode, save
 from meshwright.planner.schema.report import Figures, RunReport
 
 from tests.strategies import chain_profile, linear
@@ -541,6 +542,18 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path):
     with pytest.raises(InputError, match=r"report.json is not written, .*peak_bytes"):
         save(report, path)
     assert not path.exists()
+
+
+def test_what_cannot_be_written_is_shown(tmp_path, capsys):
+    """The figures of a run of days are not lost for the folder that has gone."""
+    figures = Figures(step_s=0.125)
+    report = RunReport(
+        target="mlp", world_size=1, steps=1, predicted=figures, measured=figures,
+        data_parallel=figures,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="report"):
+        deliver(report, tmp_path / "gone" / "report.json", json=True)
+    assert decode(RunReport, capsys.readouterr().out.encode()) == report
 
 
 def test_a_full_disk_is_said_in_one_sentence(meshwright, monkeypatch, plan_file):

@@ -7,7 +7,8 @@ import json
 import msgspec
 import pytest
 from meshwright.cli.render.documents import local_batch_sentences
-from meshwright.planner.cost.device_kinds import slowed
+from meshwright.cli.values import speeds
+from meshwright.planner.cost.device_kinds import slowed, with_relative_speeds
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
@@ -77,20 +78,43 @@ def test_a_ratio_of_a_node_that_no_rank_is_on_is_told(meshwright, profile_file, 
     save(cluster_of(3, FAST_GBIT_S), tmp_path / "three.json")
 
     def told(ratio, ranks):
-        done = meshwright(
-            "plan", profile_file, "-c", tmp_path / "three.json", "--batch", 60, "--ranks", ranks,
-            "--relative-speed", ratio, "--solver", "heuristic",
-        )  # fmt: skip
+        # The same from a cluster's file, which a description may have the speed in.
+        by_file = with_relative_speeds(cluster_of(3, FAST_GBIT_S), speeds([ratio]))
+        save(by_file, tmp_path / "unequal.json")
+        common = ("--batch", 60, "--ranks", ranks, "--solver", "heuristic")
+        filed = meshwright("plan", profile_file, "-c", tmp_path / "unequal.json", *common)
+        given = ("-c", tmp_path / "three.json", *common, "--relative-speed", ratio)
+        done = meshwright("plan", profile_file, *given)
+        assert filed.err == done.err
         assert done.code == 0, done.err
         return [line for line in done.err.splitlines() if "does not count" in line]
 
     (said,) = told("host1=0.5", "2")
     assert said.startswith(
-        "note: --relative-speed host1=0.5 does not count with 2 ranks, which are"
+        "note: relative speed host1=0.5 does not count with 2 ranks, which are all"
     )
     assert "on nodes like 'host0'" in said
     assert len(told("host1=0.5", "2,3")) == 1
     assert told("host1=0.5", "3") == told("host0=2", "2") == []
+
+
+def test_a_part_of_the_hosts_keeps_the_times_of_its_node(meshwright, profile_file, tmp_path):
+    """As ``advise`` has its options where hosts were measured one by one."""
+    save(cluster_of(3, FAST_GBIT_S), tmp_path / "three.json")
+    save(slowed(short_vgg(), 2.0), tmp_path / "slow.json")
+    base = ("-c", tmp_path / "three.json", "--batch", 60, "--ranks", 2, "--solver", "heuristic")
+    slow = ("--profile-of", "host0=slow.json", "-o", "slow-plan.json")
+    done = meshwright("plan", profile_file, *base, *slow)
+    assert done.code == 0, done.err
+    assert meshwright("plan", "slow.json", *base, "-o", "same.json").code == 0
+    plans = [load(Plan, tmp_path / name) for name in ("slow-plan.json", "same.json")]
+    assert plans[0].prediction.step_s == pytest.approx(plans[1].prediction.step_s)
+    by_name = meshwright("plan", "mlp", *base, *slow)
+    assert by_name.code == 2
+    assert "give TARGET as the profile's file" in by_name.err
+    several = meshwright("plan", profile_file, *base[:-4], "--ranks", "2,3", *slow)
+    assert several.code == 2
+    assert "several sizes" in several.err
 
 
 def test_a_described_cluster_keeps_a_ratio(meshwright, tmp_path):
@@ -117,7 +141,7 @@ def test_a_described_cluster_keeps_a_ratio(meshwright, tmp_path):
             "give more than 0, and --relative-speed once for",
         ),
         (("--profile-of", "host1=none.json"), "cannot read none.json"),
-        (("--profile-of", "host1=profile.json", "--ranks", "2"), "--ranks plan for others"),
+        (("--profile-of", "host1=profile.json", "--ranks", "2,3"), "several sizes plan for others"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(asked, tmp_path, options, sentence):

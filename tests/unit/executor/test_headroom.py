@@ -1,5 +1,7 @@
 """What is said when memory is short."""
 
+import os
+from math import ceil, inf
 from types import SimpleNamespace
 
 import msgspec
@@ -7,7 +9,7 @@ import pytest
 import torch
 from meshwright.executor import cgroups, headroom
 from meshwright.executor.headroom import MemoryShortage, free_bytes, overflowed, refusal
-from meshwright.executor.launch.start import memory_bytes
+from meshwright.executor.launch.start import cores, memory_bytes
 from meshwright.models.units.storages import OverBudgetError
 from meshwright.planner.schema.errors import NoRoomError
 from meshwright.planner.schema.goal import Goal
@@ -90,6 +92,33 @@ def test_a_control_group_s_limit_counts(groups, text, path, names, none):
     groups(text, path, names, none)
     assert cgroups.memory_groups() == []
     assert free_bytes(CPU) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "files", "allowed"),
+    [
+        ("0::/pod\n", "pod", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/pod\n", "pod", {"cpu.max": "max 100000"}, inf),
+        ("3:cpu,cpuacct:/pod\n", "cpu/pod",
+         {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}, 0.5),
+        ("3:cpu,cpuacct:/pod\n", "cpu/pod",
+         {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, inf),
+        ("", "", {}, inf),
+    ],
+)  # fmt: skip
+def test_ranks_divide_the_processors_that_a_container_may_use(
+    monkeypatch, tmp_path, text, path, files, allowed
+):
+    process, mounted = tmp_path / "cgroup", tmp_path / "mounted"
+    monkeypatch.setattr(cgroups, "PROCESS", process)
+    monkeypatch.setattr(cgroups, "MOUNTED", mounted)
+    process.write_text(text)
+    (mounted / path).mkdir(parents=True)
+    for name, content in files.items():
+        (mounted / path / name).write_text(f"{content}\n")
+    assert cgroups.allowed_cores() == allowed
+    affine = len(os.sched_getaffinity(0))
+    assert cores() == (min(affine, ceil(allowed)) if allowed < inf else affine)
 
 
 def test_of_groups_inside_one_another_the_tightest_counts(groups):

@@ -10,8 +10,10 @@ import pytest
 import torch
 from meshwright.models.failing import failing_module, raised_outside
 from meshwright.models.precision import set_precision
-from meshwright.models.target import try_out
+from meshwright.models.target import try_out, workload
+from meshwright.models.units.discover import discover
 from meshwright.models.units.trace import record
+from meshwright.planner.schema.errors import InputError
 from meshwright.profiler.model import profile
 from meshwright.profiler.sessions import _cluster_key, _constant, _profile_key
 from torch import nn
@@ -234,3 +236,121 @@ def test_the_line_is_named_where_the_code_is_the_users():
     where = rf"in module '1' \(test_failing\.py, line {line}\): ValueError: 2 is no multiple"
     with pytest.raises(mw.InputError, match=where):
         record(of(Fours()).model, make_batch(2))
+
+
+class Activated(nn.Module):
+    """A block whose activation, and how often it runs, are no modules."""
+
+    def __init__(self, act, rounds=1):
+        super().__init__()
+        self.act, self.chosen = act, {"rounds": rounds}
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        for _ in range(self.chosen["rounds"]):
+            x = self.down(self.act(self.up(x)))
+        return x
+
+
+def test_a_profile_is_made_anew_for_another_function_or_a_setting_in_a_container():
+    def key(act, rounds=1):
+        return _profile_key(of(Activated(act, rounds)), None, torch.device("cpu"))
+
+    keys = [
+        key(F.relu),
+        key(F.gelu),
+        key(lambda x: F.normalize(x, dim=-1)),
+        key(lambda x: F.normalize(x, dim=1)),
+        key(F.relu, 2),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key(F.relu) == keys[0]
+
+
+class Gated(nn.Module):
+    """A block that is divided whole. It leaves a penalty in the list that it is called with."""
+
+    def __init__(self, act=F.silu, *, penalty=False):
+        super().__init__()
+        self.act, self.penalty = act, penalty
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, penalties):
+        hidden = self.act(self.gate(x)) * self.up(x)
+        if self.penalty:
+            penalties.append(hidden.square().mean())
+        return self.down(hidden)
+
+
+class Collecting(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        penalties = []
+        for block in self.blocks:
+            x = block(x, penalties)
+        return x + sum(penalties)
+
+
+def divided_blocks(*blocks):
+    found = discover(Collecting(*blocks), mw.Batch((torch.randn(3, 8),), None))
+    return [unit.name for unit in found.units if unit.kind == "mlp" and unit.splits]
+
+
+def test_a_split_shown_for_one_activation_is_not_taken_for_another():
+    """Normalised over half of the features, the second block's output would be another."""
+    normalised = Gated(lambda x: F.normalize(x, dim=-1))
+    assert divided_blocks(Gated(), normalised, Gated()) == ["blocks.0", "blocks.2"]
+
+
+def test_what_adds_to_a_list_that_it_is_given_is_not_divided_whole():
+    assert divided_blocks(Gated(), Gated()) == ["blocks.0", "blocks.1"]
+    assert divided_blocks(Gated(penalty=True), Gated(penalty=True)) == []
+
+
+class Counts(nn.Module):
+    """Dropout and checkpointing go by the mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = []
+
+    def forward(self, x):
+        self.modes.append(self.training)
+        return x
+
+
+def test_a_model_in_evaluation_mode_is_measured_as_it_is_trained():
+    picky = of(Counts(), nn.Linear(8, 3))
+    picky.model.eval()
+    profile(picky, batches=(2, 4), budget_s=2.0)
+    assert all(picky.model[1].modes)
+    assert not any(module.training for module in picky.model.modules())
+
+
+def test_a_target_that_ends_the_process_is_said_in_a_sentence(tmp_path):
+    file = tmp_path / "ends.py"
+    file.write_text("import argparse\nargparse.ArgumentParser().parse_args(['--no-such'])\n")
+    with pytest.raises(InputError, match=r"ended the process: put what reads arguments"):
+        workload(f"{file}:make")
+    file.write_text("def make():\n    raise SystemExit(3)\n")
+    with pytest.raises(InputError, match=r"factory .*ends.py:make' ended the process"):
+        workload(f"{file}:make")
+
+
+def test_what_a_target_makes_when_it_is_imported_has_values(tmp_path, monkeypatch):
+    """Also where its model is built without memory; what was imported is there for the next."""
+    (tmp_path / "has_a_mean.py").write_text(
+        "import torch\nfrom torch import nn\nimport meshwright as mw\n"
+        "MEAN = torch.tensor([1.0])\n"
+        "def make():\n"
+        "    batch = lambda n: mw.Batch((torch.randn(n, 4),), torch.zeros(n, 2))\n"
+        "    loss = nn.functional.mse_loss\n"
+        "    return mw.Workload('m', nn.Linear(4, 2), batch, loss)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with torch.device("meta"):
+        assert workload("has_a_mean:make").model.weight.is_meta
+    assert sys.modules["has_a_mean"].MEAN.item() == 1.0

@@ -2,10 +2,12 @@
 
 import msgspec
 import pytest
+from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.explain.advice import advise, slow_hosts
 from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.goal import Goal, make_goal
 from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
+from meshwright.planner.solve.answer import over_bytes
 from meshwright.planner.solve.heuristic.resize import resized
 from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve
@@ -112,6 +114,25 @@ def test_what_does_not_fit_says_so():
     assert all(way.gain is None for way in found.ways)
     assert by_name(found)["one device"].why == "memory is too small"
     assert "memory" in by_name(found)["exact plan"].why
+
+
+def test_what_is_not_planned_takes_as_many_micro_batches_as_it_needs():
+    units = [linear(f"fc{i}", 256, 256, 1e-4, saved=65_536.0) for i in range(3)]
+    profile = chain_profile(units, updates=(("sgd", 1e-12),))
+
+    def needed(count):
+        goal = make_goal(64, memory_limit_bytes=1)
+        model = CostModel(profile, cluster(4), goal, micro_batches=count)
+        return over_bytes(model, model.baseline) + 1
+
+    limit = int(needed(1) + needed(8)) // 2
+
+    def plain(**goal):
+        found, _ = advice_of(profile=profile, memory_limit_bytes=limit, **goal)
+        return by_name(found)["data parallel (DDP)"]
+
+    assert plain().why == "memory is too small"
+    assert plain(micro_batches=(1, 8)).gain == pytest.approx(1)
 
 
 def test_a_host_of_several_devices_by_itself():

@@ -1,5 +1,6 @@
 """Hosts that train apart: the round, when it is planned, and what it is predicted to take."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -19,6 +20,8 @@ from meshwright.planner.explain import local_steps as hosts_apart
 from meshwright.planner.explain import why
 from meshwright.planner.explain.advice import LOCAL_STEPS, advise
 from meshwright.planner.explain.compare import compare, with_exact_gradients
+from meshwright.planner.explain.front import front
+from meshwright.planner.explain.what_if import gains_of
 from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.cluster import Interference
 from meshwright.planner.schema.errors import InputError
@@ -54,6 +57,35 @@ def rounds():
         )
 
     return drawn()
+
+
+def asked_for_apart(objective="step", micro=1, **links):
+    units = [linear(f"u{i}", 512, 512, 1e-3) for i in range(3)]
+    goal = make_goal(64, allow_local_steps=True, objective=objective)
+    there = cluster(2, 2, inter=MBIT, **links)
+    return problem_for(chain_profile(units), there, goal, CAPABILITY)
+
+
+def test_the_objective_of_a_plan_with_local_steps_is_the_goals():
+    for objective, figure in (("step", "step_s"), ("gpu-seconds", "gpu_seconds")):
+        result = solve(asked_for_apart(objective), "heuristic")
+        assert result.plan.local_steps is not None
+        assert result.objective_s == getattr(result.plan.prediction, figure)
+
+
+def test_the_front_has_plans_of_hosts_that_train_together():
+    points = front(asked_for_apart(), 3, "heuristic")
+    assert points
+    assert all(point.result.plan.local_steps is None for point in points)
+
+
+def test_another_algorithm_is_no_gain_of_a_change():
+    problem = asked_for_apart()
+    goal = msgspec.structs.replace(problem.goal, allow_local_steps=False)
+    plan = solve(replace(problem, goal=goal), "heuristic").checked()
+    exact = gains_of(plan, replace(problem, goal=goal))
+    assert gains_of(plan, problem) == exact
+    assert exact
 
 
 # -- the round -------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.exchange import matrix_rank, matrix_sides, thin_share
+from meshwright.planner.cost.exchange import matrix_sides, thin_rank, thin_share
+from meshwright.planner.memory.gradient_buffers import feedback_bytes
 from meshwright.planner.memory.timeline import UNIT_FIELDS
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.capability import EVERYTHING
@@ -33,12 +34,15 @@ def thin(there=None, **goal):
 
 
 def test_the_rank_is_the_whole_number_next_to_the_ratio():
-    assert thin_share(256, 256, 1) == pytest.approx(1 / 256)
-    assert matrix_rank(256, 256, 0.01) == 3  # 2.56
-    assert matrix_rank(10, 4096, 1e-6) == 1
-    assert matrix_rank(10, 4096, 1.0) == 10  # no more than it has rows
-    for rank in (1, 2, 4, 8):
-        assert matrix_rank(512, 4608, thin_share(512, 4608, rank)) == rank
+    assert thin_share([(256, 256)], 1) == pytest.approx(1 / 256)
+    assert thin_rank([(256, 256)], 0.01) == 3  # 2.56
+    assert thin_rank([(10, 4096)], 1e-6) == 1
+    assert thin_rank([(10, 4096)], 1.0) == 10  # no more than it has rows
+    # All matrices of a unit have the one that was measured.
+    for sides in ([(512, 4608)], [(4096, 4096), (1024, 4096)], [(2, 40), (300, 200), (3, 3)]):
+        for rank in (1, 2, 4, 8):
+            assert thin_rank(sides, thin_share(sides, rank)) == rank
+    assert thin_share([(0, 40)], 1) == 0.0
     assert matrix_sides((64, 3, 3, 3)) == (64, 27)
 
 
@@ -62,6 +66,16 @@ def test_what_is_left_out_and_directions_take_memory():
     assert short["gradients"] == exact["gradients"]
 
 
+def test_gradients_of_16_bits_are_multiplied_in_32(monkeypatch):
+    def of_low_rank():
+        return feedback_bytes(thin(), THIN, 100.0, 60.0, 0.0)
+
+    assert of_low_rank() == (100 * (1 + 2 * RATIO), 100, 0, 0)
+    monkeypatch.setattr(CostModel, "element_bytes", 2)
+    # The whole in 32 bits, and what it is rounded to.
+    assert of_low_rank() == (100 * (1 + 2 * RATIO * 2), 100, 0, 3 * 60)
+
+
 def test_what_is_sent_whole_comes_first_and_thin_matrices_share_a_message():
     found = cut_lossy("low_rank", [400_000, 50, 800_000], [False, True, False], 300_000)
     assert found == (SliceSpec((1,)), SliceSpec((0, 2)))
@@ -77,3 +91,17 @@ def test_it_is_offered_where_it_keeps_enough_and_devices_are_equal():
     model = thin()
     model.kinds = model.kinds * 2  # as if hosts were of two kinds
     assert "low_rank" not in offered(model)
+    (first, second) = cluster(2).nodes
+    other = msgspec.structs.replace(second.devices[0], name="another device, as fast")
+    unlike = msgspec.structs.replace(second, devices=(other,))
+    assert "low_rank" not in offered(
+        thin(msgspec.structs.replace(cluster(2), nodes=(first, unlike)))
+    )
+
+
+def test_it_is_not_offered_to_divided_units():
+    """What was measured is what thin matrices of whole ones keep."""
+    model = thin()
+    offered = list(unit_options(model, 1, EVERYTHING))
+    assert {o.layout.degree for o in offered} > {1}
+    assert {o.layout.degree for o in offered if o.exchange == "low_rank"} == {1}

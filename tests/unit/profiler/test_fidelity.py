@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 import torch
+from meshwright.executor.gradients.low_rank import Directions
 from meshwright.models import zoo as models
 from meshwright.models.workload import Batch, Workload
 from meshwright.planner.schema.capability import EVERYTHING
@@ -12,7 +13,7 @@ from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler import model as measuring
-from meshwright.profiler.fidelity import RATIOS, Fidelity
+from meshwright.profiler.fidelity import RATIOS, TURNS, Fidelity
 from meshwright.profiler.model import profile
 from torch import nn
 
@@ -63,6 +64,40 @@ def test_thin_matrices_keep_all_of_a_gradient_of_their_rank_and_part_of_others()
     assert curve.ratios == pytest.approx([r * 70 / 2 / 1200 for r in (1, 2, 4)])
     assert 0.1 < curve.kept[0] < curve.kept[1] < 0.995
     assert curve.kept[2] == pytest.approx(1.0)
+
+
+def test_thin_matrices_are_of_whole_ones():
+    """Of noise a rank keeps little of a large matrix, and much of a small part of it."""
+    layer = nn.Linear(900, 1100, bias=False)
+    found, by_step = Fidelity(layer), {1: [], 2: [], 4: []}
+    noise = [torch.randn(1100, 900) for _ in range(3)]
+    for gradient in noise:
+        layer.weight.grad = gradient.clone()
+        found.add()
+    for rank, kept_of in by_step.items():
+        one = Directions(1100, 900, rank, torch.float32, torch.device("cpu"), "weight")
+        for _ in range(TURNS):
+            one.turn(one.of(noise[0]))
+        left, sent, whole = torch.zeros(1100, 900), 0.0, 0.0
+        for gradient in noise:
+            whole += float((gradient + left).square().sum())
+            made = one.thin(gradient.clone(), left)
+            sent += float(made.square().sum())
+            one.turn(made)
+        kept_of.append(sent / whole)
+    (curve,) = (c for c in found.profiles(["weight"]) if c.exchange == "low_rank")
+    assert curve.kept == pytest.approx([kept_of[0] for kept_of in by_step.values()], rel=1e-3)
+    assert curve.kept[-1] < 0.03
+
+
+def test_where_no_element_that_is_looked_at_has_a_gradient_nothing_is_kept():
+    table = nn.Embedding(100_000, 8)
+    found = Fidelity(table)
+    table.weight.grad = torch.zeros_like(table.weight)
+    found._places["weight"] = torch.arange(65_536)
+    table.weight.grad[-1] = 1.0
+    found.add()
+    assert kept(found, "topk", 0.01) == 0.0
 
 
 def test_an_empty_parameter_has_no_share():
@@ -116,9 +151,9 @@ def test_it_is_measured_before_units_are_divided(monkeypatch):
     def noted(owner, name):
         ordinary = getattr(owner, name)
 
-        def call(*args):
+        def call(*args, **how):
             done.append(name)
-            return ordinary(*args)
+            return ordinary(*args, **how)
 
         monkeypatch.setattr(owner, name, call)
 

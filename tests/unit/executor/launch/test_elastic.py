@@ -168,24 +168,44 @@ def test_at_its_last_checkpoint_a_run_is_not_stopped_for_more_hosts(ssh):
     assert not any("answers again" in text for text in said)
 
 
-@pytest.mark.parametrize(
-    ("more", "remedy"),
-    # Of memory there is so little that no plan for all hosts fits.
-    [("", ""), (", remedy='free some', limit_bytes=1 << 20", ": free some")],
-)
-def test_a_host_that_came_back_without_what_it_needs_ends_nothing(ssh, more, remedy):
+def come_back_instead(ssh: Path, refuses: str) -> list[str]:
+    """What is said of a run to which c comes back, and ``refuses`` where it would begin."""
     (ssh / "away-c").touch()
     back = f"Path({str(ssh)!r}, 'away-c').unlink(missing_ok=True)\n"
     stopped = f"tell('saved', step=5)\n{back}{SAVED}{UNTIL_SIGNAL}"
     first = "if attempt == 0:\n" + "".join(f"    {line}\n" for line in stopped.splitlines())
     play(ssh, a=f"{first}{REPORT}", b="if attempt == 0: hear()\n", c="")
     path = ssh / "c"
-    why = "the working folder cannot be entered"
-    refuses = f"tell('failed', message={why!r}, exit_code=2{more})\n"
-    path.write_text(path.read_text().replace("\nbegin()\n", f"\n{refuses}sys.exit(2)\n"))
+    path.write_text(path.read_text().replace("\nbegin()\n", f"\n{refuses}"))
     report, said = launched(ssh)
     assert report is not None
+    return said
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    # Of memory there is so little that no plan for all hosts fits.
+    [("", ""), (", remedy='free some', limit_bytes=1 << 20", ": free some")],
+)
+def test_a_host_that_came_back_without_what_it_needs_ends_nothing(ssh, more, remedy):
+    why = "the working folder cannot be entered"
+    refuses = f"tell('failed', message={why!r}, exit_code=2{more})\n"
+    said = come_back_instead(ssh, f"{refuses}sys.exit(2)\n")
     assert f"on c: {why}{remedy}; goes on without host c" in said
+
+
+def test_a_host_that_came_back_broken_ends_nothing(ssh):
+    said = come_back_instead(ssh, "print('libcudart.so: no', file=sys.stderr)\nsys.exit(1)\n")
+    assert any("libcudart" in text and "goes on without host c" in text for text in said)
+
+
+def test_a_host_that_came_back_and_hangs_ends_nothing(ssh, monkeypatch):
+    monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh.READY_S", 4.0)
+    said = come_back_instead(ssh, "time.sleep(100)\n")
+    assert any(
+        "c answered over ssh and had not begun" in text and "goes on without host c" in text
+        for text in said
+    )
     assert [plan.world_size for plan in plans(ssh, "a")][-1] == 2
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 from meshwright import InputError
 from meshwright.executor.launch.hosts import kubernetes
 from meshwright.executor.launch.hosts.command import HostCommand
 from meshwright.executor.launch.hosts.kubernetes import KubernetesJob
+from meshwright.executor.launch.restarts import AGAIN_VARIABLE
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import decode
 
@@ -150,6 +153,19 @@ def test_pods_run_the_launch_with_their_number():
     assert decode(Plan, config["data"]["plan.json"].encode()) == PLAN
     pod = spec["template"]["spec"]
     assert pod["volumes"][0]["configMap"]["name"] == config["metadata"]["name"]
+
+
+def test_a_job_of_another_plan_does_not_find_the_plan_before():
+    config, _ = parts(job())
+    other = msgspec.structs.replace(PLAN, target="another")
+    changed, _ = parts(dataclasses.replace(job(), plan=other))
+    assert config["metadata"]["name"] != changed["metadata"]["name"]
+
+
+def test_pods_that_may_be_made_again_are_told():
+    assert container(parts(job())[1])["env"] == []
+    again = container(parts(job(max_restarts=2))[1])["env"]
+    assert again == [{"name": AGAIN_VARIABLE, "value": "1"}]
 
 
 def test_no_gpus_are_asked_for_by_themselves():

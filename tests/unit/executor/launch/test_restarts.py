@@ -12,7 +12,7 @@ from meshwright.executor.launch import launch
 from meshwright.executor.launch.hosts.protocol import error_of, failure_of
 from meshwright.executor.launch.launch import with_a_plan_that_fits
 from meshwright.executor.launch.processes import Ranks
-from meshwright.executor.launch.restarts import RestartCount, run_with_restarts
+from meshwright.executor.launch.restarts import AGAIN_VARIABLE, RestartCount, run_with_restarts
 from meshwright.executor.launch.tasks import CheckpointSettings
 from meshwright.executor.launch.timeline import TRACE_VARIABLE
 from meshwright.executor.launch.train import steps_left
@@ -176,6 +176,22 @@ def test_nothing_is_started_again_after_the_time_limit():
     with pytest.raises(RunError) as raised:
         count.after(error, 5)
     assert raised.value is error
+
+
+def test_what_a_scheduler_has_started_again_may_be_at_its_end(tmp_path, monkeypatch):
+    def restarted():
+        return launch.keeping_for(tmp_path, 5, resume=True).restarted
+
+    for name in (AGAIN_VARIABLE, "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert not restarted()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert not restarted()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert restarted()
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    monkeypatch.setenv(AGAIN_VARIABLE, "1")
+    assert restarted()
 
 
 def test_a_training_whose_ranks_were_lost_after_its_last_step_is_done(tmp_path):
