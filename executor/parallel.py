@@ -292,7 +292,7 @@ def exchange_state_dict(model: nn.Module) -> dict[str, Any]:
     host's model and optimizer differ, so every rank saves those too.
     """
     run = run_of(model)
-    run.settle()  # what gradients that are still coming turn or change belongs to this step
+    run.conclude()  # what gradients that are still coming turn or change belongs to this step
     state: dict[str, Any] = {"rank": run.world.rank, "world_size": run.world.size}
     if run.priority is not None:
         state["residuals"] = run.priority.held()
@@ -308,7 +308,7 @@ def load_exchange_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
     Raises ``InputError`` where it was another rank's, or of another number of ranks.
     """
     run = run_of(model)
-    run.settle()  # it would change what is loaded
+    run.conclude()  # it would change what is loaded
     for what, here in (("rank", run.world.rank), ("world_size", run.world.size)):
         saved = state.get(what)
         if saved != here:

@@ -236,7 +236,7 @@ class Run:
         """The parameters that are not trained now."""
         return [param for param in self._all_params if not param.parameter.requires_grad]
 
-    def settle(self) -> None:
+    def conclude(self) -> None:
         """Ends what the last step has left pending, and forgets a backward that failed."""
         self.finish_steps()
         if self.priority is not None:
