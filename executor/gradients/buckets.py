@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...planner.cost.collectives import ring_bytes
-from ...planner.cost.exchange import message_kind
+from ...planner.cost.exchange import message_kind, packed_bytes
 from ...planner.cost.ownership import largest_share
 from ...planner.schema.layout import Layout
+from ...planner.schema.options import Option
 from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy, WireFormat
 from ...planner.simulate import slicing
 from ...planner.simulate.slicing import GradientSize
@@ -68,7 +69,7 @@ class GradParam:
     average over all ranks."""
 
     @property
-    def kind(self) -> tuple[object, ...]:
+    def kind(self) -> tuple[Option, torch.dtype, torch.device]:
         # Parameters of one kind can travel together.
         layout = self.layout or Layout(groups=self.group.size, degree=self.degree)
         sent = message_kind(
@@ -76,6 +77,12 @@ class GradParam:
             self.hosts.adding.size if self.hosts else 1, early_release=self.released,
         )  # fmt: skip
         return sent, self.parameter.dtype, self.parameter.device
+
+    @property
+    def packed_bytes(self) -> int:
+        """What it counts where gradients of several units are packed into one message."""
+        own = self.kind[0]._replace(ratio=self.ratio)
+        return packed_bytes(own, self.shared_bytes, whole=self.whole)
 
     @property
     def wire_dtype(self) -> torch.dtype:

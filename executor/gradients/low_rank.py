@@ -166,7 +166,7 @@ class LowRankSlice(Slice):
     @property
     def shared_bytes(self) -> int:
         # In the mean of two steps, and as if the members of a divided parameter had equally much.
-        return ceil(self.params[0].ratio * sum(p.shared_bytes for p in self.params))
+        return ceil(sum(p.ratio * p.shared_bytes for p in self.params))
 
     def send_thin(self, thin: Sequence[Tensor]) -> None:
         """Starts the sum of thin matrices. Collective, in the order of all slices."""

@@ -296,7 +296,7 @@ def make_grad_groups(
     planner packs them; ``kinds`` says which class carries out a policy, ``by_host`` which one those
     that are added up on hosts first."""
     every = list(params)  # the last unit comes first
-    packed = slicing.pack_units(GradientSize(p.kind, p.unit, p.shared_bytes) for p in every)
+    packed = slicing.pack_units(GradientSize(p.kind, p.unit, p.packed_bytes) for p in every)
     found = []
     for numbers in packed:
         mine = [every[i] for i in numbers]

@@ -90,10 +90,25 @@ def message_kind(
 ) -> Option:
     """What gradients have in common that may share a message: the layout among whose groups they
     are averaged, and how. The executor tells types and devices apart besides."""
+    # Thin matrices travel alike, whatever share of their matrices they are.
+    ratio = 1.0 if exchange == "low_rank" else ratio
     return Option(
         layout, exchange=exchange, ratio=ratio, wire=wire, peers_per_host=peers_per_host,
         early_release=early_release,
     )  # fmt: skip
+
+
+# Thin matrices are made, and their messages have latencies, in which so many times as many of their
+# bytes as of dense gradients are worth being waited for together.
+THIN_COUNT = 4
+
+
+def packed_bytes(option: Option, shared_bytes: int, *, whole: bool) -> int:
+    """The size by which gradients of several units are packed into one message, of one that is
+    exchanged by ``option``, with its own ratio."""
+    if option.exchange != "low_rank" or whole or option.early_release:
+        return shared_bytes
+    return min(ceil(THIN_COUNT * option.ratio * shared_bytes), shared_bytes)
 
 
 class Gradient(NamedTuple):
@@ -101,8 +116,9 @@ class Gradient(NamedTuple):
     it.
 
     ``full_bytes`` is its size undivided, ``shared_bytes`` a member's share, the same for all
-    members, ``payload_bytes`` what a member has of the tensor exchanged. ``whole`` says that a
-    lossy exchange does not send it in part."""
+    members, ``payload_bytes`` what a member has of the tensor exchanged, ``packed_bytes`` what it
+    counts where several are packed. ``whole`` says that a lossy exchange does not send it in
+    part."""
 
     name: str
     unit: int
@@ -110,6 +126,7 @@ class Gradient(NamedTuple):
     full_bytes: int
     shared_bytes: int
     payload_bytes: int
+    packed_bytes: int
     whole: bool
 
 
@@ -155,8 +172,9 @@ class Exchanges(Structure):
         shape = parameter.shape
         whole = sent_whole(len(shape), prod(shape), of_norm=unit.kind == "norm")
         size = shard_bytes(unit, option.style, option.layout.degree, (parameter,))
-        payload = self.payload_bytes(kind, size)
-        return Gradient(parameter.shared, k, kind, parameter.bytes, size, payload, whole)
+        own = kind._replace(ratio=option.ratio)
+        payload, packed = self.payload_bytes(own, size), packed_bytes(own, size, whole=whole)
+        return Gradient(parameter.shared, k, kind, parameter.bytes, size, payload, packed, whole)
 
     def closes_bucket(self, k: int, option: Option) -> bool:
         """Whether a gradient of the unit is larger than a bucket: it has one to itself, and what

@@ -156,7 +156,7 @@ def pack_gradients(
         ]
     gradients, made = _in_backward(model, decisions), []
     for numbers in slicing.pack_units(
-        GradientSize(g.kind, g.unit, g.shared_bytes) for g in gradients
+        GradientSize(g.kind, g.unit, g.packed_bytes) for g in gradients
     ):
         mine = tuple(gradients[i] for i in numbers)
         kind, sizes = mine[0].kind, [g.shared_bytes for g in mine]
@@ -201,8 +201,11 @@ def messages_of(
             if mine[0].whole and kind.lossy:
                 kind = Option(kind.layout)  # what is sent whole is averaged like a dense gradient
             size = sum(g.shared_bytes for g in mine) / one.parts
-            part = kind.lossy and not turns
-            on = model.exchange(kind, model.payload_bytes(kind, ceil(size)) if part else size)
+            if kind.exchange == "low_rank":
+                size = sum(g.payload_bytes for g in mine)
+            elif kind.lossy and not turns:
+                size = model.payload_bytes(kind, ceil(size))
+            on = model.exchange(kind, size)
             urgency, share = packed.units[0] if urgent else 0.0, fmean(turns or (1.0,))
             seconds, sent = share * on.seconds, share * on.sent_bytes
             link = LINKS[on.link]

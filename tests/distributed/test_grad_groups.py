@@ -142,6 +142,7 @@ CASES = [
     ("cnn-digits", 2, 1, {}),
     ("gpt-tiny", 2, 1, {"exchange": "topk", "ratio": 0.1}),
     ("gpt-tiny", 2, 1, {"exchange": "dropped", "ratio": 0.1}),
+    ("gpt-tiny", 2, 1, {"exchange": "low_rank", "ratio": 0.05}),
     pytest.param("mlp", 4, 2, {}, marks=pytest.mark.slow),
     pytest.param("resnet50-32", 2, 1, {"exchange": "fully_sharded"}, marks=pytest.mark.slow),
     pytest.param("vgg11", 4, 2, {}, marks=pytest.mark.slow),

@@ -3,13 +3,14 @@
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.exchange import matrix_sides, thin_rank, thin_share
+from meshwright.planner.cost.exchange import matrix_sides, packed_bytes, thin_rank, thin_share
 from meshwright.planner.memory.gradient_buffers import feedback_bytes
 from meshwright.planner.memory.timeline import UNIT_FIELDS
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
+from meshwright.planner.simulate.schedule import messages_of, pack_gradients
 from meshwright.planner.simulate.slicing import SliceSpec, cut_lossy
 from meshwright.planner.solve.choices import unit_options
 
@@ -80,6 +81,34 @@ def test_what_is_sent_whole_comes_first_and_thin_matrices_share_a_message():
     found = cut_lossy("low_rank", [400_000, 50, 800_000], [False, True, False], 300_000)
     assert found == (SliceSpec((1,)), SliceSpec((0, 2)))
     assert cut_lossy("low_rank", [50], [True], 300_000) == (SliceSpec((0,)),)
+
+
+def test_small_messages_of_several_units_are_packed():
+    kib = 2**10
+    assert packed_bytes(HOME, 640 * kib, whole=False) == 640 * kib
+    # As four times the bytes that travel: 32 KiB of thin matrices fill a message.
+    assert packed_bytes(THIN, 640 * kib, whole=False) == 40 * kib
+    assert packed_bytes(THIN._replace(ratio=0.5), 640 * kib, whole=False) == 640 * kib
+    assert packed_bytes(THIN, 640 * kib, whole=True) == 640 * kib
+    # What is freed in backward is not held until other units' gradients are there.
+    assert packed_bytes(THIN._replace(early_release=True), 640 * kib, whole=False) == 640 * kib
+
+
+def test_units_of_other_ratios_share_a_message():
+    """The rank is the same, and the sides are others."""
+    model = thin()
+    decisions = tuple(
+        option if option.layout.groups == 1 or model.profile.units[k].fixed
+        else option._replace(exchange="low_rank", ratio=RATIO / (k + 1))
+        for k, option in enumerate(model.baseline)
+    )  # fmt: skip
+    shared = [p for p in pack_gradients(model, decisions, "priority") if len(p.units) > 1]
+    assert shared
+    sent = {m.sent_bytes for m in messages_of(model, decisions, "priority")}
+    for packed in shared:
+        thin_bytes = sum(g.payload_bytes for g in packed.gradients if not g.whole)
+        on = model.exchange(packed.kind, thin_bytes)
+        assert on.sent_bytes in sent
 
 
 def test_it_is_offered_where_it_keeps_enough_and_devices_are_equal():
