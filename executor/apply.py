@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -184,11 +185,16 @@ def _agree(run: Run, model: nn.Module, plan: Plan) -> None:
     setups = run.everyone.agree_on_setup(device_of(model))
     different = other_devices(setups) if setups else None
     unlike = len({setup.device for setup in setups}) > 1
-    if unlike and any(unit.exchange == "low_rank" for unit in plan.units):
+    low_rank = any(unit.exchange == "low_rank" for unit in plan.units)
+    if unlike and low_rank:
         raise InputError(
             f"{different}; gradients of low rank are the same to the last bit on equal devices "
             f"only: plan with {forbidding('low_rank')}"
         )
+    if low_rank and device_of(model).type == "cpu":
+        threads = digest(str(torch.get_num_threads()))
+        remedy = f"set OMP_NUM_THREADS alike, or plan with {forbidding('low_rank')}"
+        run.everyone.agree("the number of threads, for low rank,", threads, remedy)
     # Where a plan shares the batch out by the devices' speed, it knows of them.
     if different is not None and run.world.rank == 0 and not plan.local_batch_sizes:
         warnings.warn(different, stacklevel=5)
@@ -414,7 +420,8 @@ def _with_ranks(params: Sequence[GradParam]) -> list[GradParam]:
     its profile was measured, whatever of it is frozen later."""
     sides: dict[int, list[tuple[int, int]]] = {}
     for param in params:
-        if param.exchange == "low_rank" and not param.whole:
+        trained = param.parameter.requires_grad
+        if param.exchange == "low_rank" and not param.whole and trained:
             sides.setdefault(param.unit, []).append(matrix_sides(param.parameter.shape))
     return [
         replace(param, rank=thin_rank(sides[param.unit], param.ratio))

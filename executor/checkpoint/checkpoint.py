@@ -210,6 +210,7 @@ class Checkpoint:
     def go_on(self) -> Latest:
         """``resume()`` for a caller that tells of it himself: from where it goes on."""
         self.wait()
+        self._join_all()  # what is read goes through the same process group
         found = self._latest().checked("copy one back, or name a new folder to begin anew")
         if found.index is not None:
             self._restore(found.index)
@@ -400,12 +401,14 @@ def _join_writers(folder: Path) -> None:
 
 def _let_write(reference: weakref.ref[Checkpoint]) -> None:
     kept = reference()
-    if kept is None or kept._thread is None:
+    if kept is None:
         return
-    kept._thread.join(LEAVE_S)
+    thread = kept._thread
+    if thread is not None:
+        thread.join(LEAVE_S)
     # Who has called ``close`` has waited for it, and was told.
     where = f"the checkpoint of step {kept._writing} in {kept.folder}"
-    if kept._thread.is_alive():
+    if thread is not None and thread.is_alive():
         note(
             f"{where} was still being written {LEAVE_S:g} s after the training had ended, and is "
             "not whole: let the script end with close() of mw.checkpoint, which waits for it"

@@ -49,11 +49,11 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     # "terminate called without an active exception" (torch 2.13; seen in 1 of 14 runs). So they get
     # the lock for a moment before.
     atexit.register(time.sleep, 0.1)
+    if dist.is_initialized():
+        return _with_memory(device)
     # Ranks on one host divide its cores, unless the user has said how many threads each takes.
     if local_ranks() > 1 and not _threads_are_told():
         torch.set_num_threads(max(1, cores() // local_ranks()))
-    if dist.is_initialized():
-        return _with_memory(device)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     limit = datetime.timedelta(seconds=timeout_s)
     if under_torchrun():

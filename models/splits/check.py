@@ -238,13 +238,18 @@ def _is_equivalent(
 def _adds_to_what_it_is_given(holder: nn.Module, unit: UnitSpec, call: UnitCall) -> bool:
     """Whether a run of the unit leaves something in a list or a dict that it was called with, such
     as a loss of its own."""
-    given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, list | dict)]
-    if not given:
+    containers = [
+        v for v in (*call.args, *call.kwargs.values()) if isinstance(v, list | dict | tuple)
+    ]
+    if not containers:
         return False
-    before = [len(pytree.tree_leaves(each)) for each in given]
+    before = pytree.tree_leaves(containers)
+    versions = [leaf._version for leaf in before if isinstance(leaf, Tensor)]
     with torch.no_grad():
         run_modules(copied(holder), unit.modules, call)
-    return before != [len(pytree.tree_leaves(each)) for each in given]
+    after = pytree.tree_leaves(containers)
+    same = len(after) == len(before) and all(a is b for a, b in zip(after, before, strict=True))
+    return not same or versions != [leaf._version for leaf in after if isinstance(leaf, Tensor)]
 
 
 def _with_other_values(unit: UnitSpec, call: UnitCall) -> UnitCall:

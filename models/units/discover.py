@@ -6,7 +6,8 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypedDict
 
 import torch
@@ -480,22 +481,44 @@ def _plain(value: object, depth: int = 0) -> object:
     no setting."""
     if isinstance(value, bool | int | float | str | type(None)):
         return value
-    if isinstance(value, FunctionType):
-        code = value.__code__
-        own = [each for each in map(_plain, code.co_consts) if each is not _NOT_PLAIN]
-        return value.__module__, value.__qualname__, code.co_code.hex(), code.co_names, own
-    if isinstance(value, BuiltinFunctionType):
-        return value.__module__, value.__qualname__
     if depth == _DEEPEST:
         return _NOT_PLAIN
+    try:
+        if callable(value) and not isinstance(value, type | nn.Module):
+            return _function(value, depth)
+        return _container(value, depth)
+    except Exception:  # it does not show its entries to everybody, and is no plain setting then
+        return _NOT_PLAIN
+
+
+def _container(value: object, depth: int) -> object:
+    # Lists are left out: what a module notes as it runs is no setting of it.
     if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
-        value = vars(value) if hasattr(value, "__dict__") else {}
+        value = vars(value)
     if isinstance(value, Mapping) and len(value) <= _MOST_ENTRIES:
-        pairs = [(str(name), _plain(each, depth + 1)) for name, each in value.items()]
+        pairs = [(k, _plain(v, depth + 1)) for k, v in value.items() if isinstance(k, str)]
         return sorted((pair for pair in pairs if pair[1] is not _NOT_PLAIN), key=repr)
-    if isinstance(value, list | tuple) and len(value) <= _MOST_ENTRIES:
+    if isinstance(value, tuple) and len(value) <= _MOST_ENTRIES:
         return [each for given in value if (each := _plain(given, depth + 1)) is not _NOT_PLAIN]
     return _NOT_PLAIN
+
+
+def _function(value: Any, depth: int) -> object:
+    """What a function does: its code with what it has taken along."""
+
+    def plain(*given: object) -> list[object]:
+        return [each for each in (_plain(g, depth + 1) for g in given) if each is not _NOT_PLAIN]
+
+    if isinstance(value, partial):
+        return plain(value.func, *value.args, value.keywords)
+    if isinstance(value, MethodType):
+        return plain(value.__func__)
+    if not isinstance(value, FunctionType):
+        named = value if isinstance(value, BuiltinFunctionType) else type(value)
+        return named.__module__, named.__qualname__
+    code, cells = value.__code__, value.__closure__ or ()
+    held = plain(*code.co_consts, *(value.__defaults__ or ()), *(c.cell_contents for c in cells))
+    return value.__module__, value.__qualname__, code.co_code.hex(), code.co_names, held
 
 
 def _counts(name: str, value: object) -> bool:

@@ -101,6 +101,9 @@ def message_kind(
 # Thin matrices are made, and their messages have latencies, in which so many times as many of their
 # bytes as of dense gradients are worth being waited for together.
 THIN_COUNT = 4
+# What is packed is updated together. So that this takes no memory to speak of, a gradient counts as
+# at least such a part of itself: 4 MiB of them fill a pack.
+LEAST_COUNT = 1 / 32
 
 
 def packed_bytes(option: Option, shared_bytes: int, *, whole: bool) -> int:
@@ -108,7 +111,7 @@ def packed_bytes(option: Option, shared_bytes: int, *, whole: bool) -> int:
     exchanged by ``option``, with its own ratio."""
     if option.exchange != "low_rank" or whole or option.early_release:
         return shared_bytes
-    return min(ceil(THIN_COUNT * option.ratio * shared_bytes), shared_bytes)
+    return min(ceil(max(THIN_COUNT * option.ratio, LEAST_COUNT) * shared_bytes), shared_bytes)
 
 
 class Gradient(NamedTuple):

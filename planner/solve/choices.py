@@ -138,10 +138,14 @@ def _lossy_exchanges(
 
 
 def _suits_low_rank(model: CostModel, base: Option) -> bool:
-    # Its products of matrices are the same to the last bit on equal devices only. And what they
-    # keep was measured of whole matrices: of a member's slice the same share is of a lower rank.
-    names = {device.name for device in model.cluster.devices}
-    return base.layout.degree == 1 and len(model.kinds) == 1 and len(names) == 1
+    # Its products of matrices are the same to the last bit on equal devices only, and on CPUs with
+    # equal threads, which are a host's cores over its ranks. And what they keep was measured of
+    # whole matrices: of a member's slice the same share is of a lower rank.
+    cluster = model.cluster
+    names = {device.name for device in cluster.devices}
+    each = {len(node.devices) for node in cluster.nodes}
+    alike = len(model.kinds) == len(names) == 1 and (cluster.on_gpus or len(each) == 1)
+    return alike and base.layout.degree == 1
 
 
 def _rounded(

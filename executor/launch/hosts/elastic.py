@@ -117,15 +117,17 @@ class _ElasticRun:
 
     def _handle(self, error: MeshwrightError, numbers: tuple[int, ...]) -> None:
         """Raises the error, unless the run can go on after it."""
-        joined = set(numbers) - set(self._ran)
-        refuses = isinstance(error, InputError) or error.before_start
-        if refuses and not error.lost and self._ran and joined:
+        unfit = {numbers[i] for i in error.unfit}
+        if not unfit and isinstance(error, InputError):
+            unfit = set(numbers) - set(self._ran)
+        enough = len(set(self._all) - self._refused - unfit) >= self._fewest
+        if unfit and enough and self._ran and not error.lost:
             # A training that runs must not end for a host that has come back without its disk.
-            self._refused |= joined
-            self._say(f"{error}; goes on without {self._named(sorted(joined))}")
+            self._refused |= unfit
+            self._say(f"{error}; goes on without {self._named(sorted(unfit))}")
             return
         self._say(self._count.after(error, self._step))
-        if not error.before_start:
+        if not error.unfit:
             self._ran = numbers
 
     def _has_room_by(self, error: MeshwrightError, numbers: tuple[int, ...]) -> bool:

@@ -148,6 +148,7 @@ class _SshRun:
         # Those that need not say why they end: they have, or were told to.
         self._explained: set[int] = set()
         self._failures: list[MeshwrightError] = []
+        self._began = False
         self._report: RunReport | None = None
         self.recorded: list[RecordedSteps] = []
         self._over = threading.Event()
@@ -155,11 +156,8 @@ class _SshRun:
     def conduct(self) -> RunReport | None:
         """From the first connection to the last host's end."""
         threading.Thread(target=self._tell_alive, daemon=True).start()
-        try:
-            place = self._gather()
-        except MeshwrightError as error:
-            error.before_start = True
-            raise
+        place = self._gather()
+        self._began = True
         for connection in self._connections:
             connection.tell("go", place)
         self._follow()
@@ -181,11 +179,19 @@ class _SshRun:
         return self._meet(until_s)
 
     def _silent(self, numbers: Iterable[int]) -> RunError:
-        names = ", ".join(self._labels[number] for number in sorted(numbers))
-        return RunError(
-            f"{names} answered over ssh and had not begun after {READY_S:g} s: see whether its "
-            "working folder and its Python can be read there (a network folder that hangs)"
+        silent = tuple(sorted(numbers))
+        error = RunError(
+            f"{', '.join(self._labels[number] for number in silent)} answered over ssh and had not "
+            f"begun after {READY_S:g} s: see whether its working folder and its Python can be read "
+            "there (a network folder that hangs)"
         )
+        error.unfit = silent
+        return error
+
+    def _failed(self, number: int, error: MeshwrightError) -> None:
+        if not self._began:
+            error.unfit = (number,)
+        self._failures.append(error)
 
     def stop(self, number: int) -> None:
         """Passes a signal on and waits until all hosts have ended."""
@@ -336,12 +342,12 @@ class _SshRun:
             self.recorded += decode(HostRecording, event.data).ranks
         elif event.kind == "failed":
             self._explained.add(number)
-            self._failures.append(error_of(decode(HostFailure, event.data), label))
+            self._failed(number, error_of(decode(HostFailure, event.data), label))
         elif event.kind == "ended":
             self._running.discard(number)
             # One that has not told of itself yet would be waited for without end.
             if number not in self._explained and (event.code or number not in self._ready):
-                self._failures.append(self._unexplained(number, event.code))
+                self._failed(number, self._unexplained(number, event.code))
 
     def _unexplained(self, number: int, code: int) -> MeshwrightError:
         label, lines = self._labels[number], self._lines[number]

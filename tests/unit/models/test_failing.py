@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import meshwright as mw
 import pytest
@@ -252,6 +253,24 @@ class Activated(nn.Module):
         return x
 
 
+def of_closure(slope):
+    return lambda x: F.leaky_relu(x, slope)
+
+
+class Refuses(dict):
+    def items(self):
+        raise LookupError("a value is missing")
+
+
+def test_what_shows_no_settings_and_what_a_module_notes_are_no_settings():
+    def key(noted):
+        layer = Activated(F.relu)
+        layer.odd, layer.history = Refuses(a=1), noted
+        return _profile_key(of(layer), None, torch.device("cpu"))
+
+    assert key([]) == key([0.25])
+
+
 def test_a_profile_is_made_anew_for_another_function_or_a_setting_in_a_container():
     def key(act, rounds=1):
         return _profile_key(of(Activated(act, rounds)), None, torch.device("cpu"))
@@ -261,6 +280,10 @@ def test_a_profile_is_made_anew_for_another_function_or_a_setting_in_a_container
         key(F.gelu),
         key(lambda x: F.normalize(x, dim=-1)),
         key(lambda x: F.normalize(x, dim=1)),
+        key(partial(F.softmax, dim=-1)),
+        key(partial(F.softmax, dim=1)),
+        key(of_closure(0.1)),
+        key(of_closure(0.2)),
         key(F.relu, 2),
     ]
     assert len(set(keys)) == len(keys)
@@ -277,25 +300,27 @@ class Gated(nn.Module):
 
     def forward(self, x, penalties):
         hidden = self.act(self.gate(x)) * self.up(x)
-        if self.penalty:
+        if self.penalty and isinstance(penalties, dict):
+            penalties["sum"] = penalties["sum"] + hidden.square().mean()
+        elif self.penalty:
             penalties.append(hidden.square().mean())
         return self.down(hidden)
 
 
 class Collecting(nn.Module):
-    def __init__(self, *blocks):
+    def __init__(self, *blocks, into=list):
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks, self.into = nn.ModuleList(blocks), into
 
     def forward(self, x):
-        penalties = []
+        penalties = self.into()
         for block in self.blocks:
             x = block(x, penalties)
-        return x + sum(penalties)
+        return x + sum(penalties.values() if isinstance(penalties, dict) else penalties)
 
 
-def divided_blocks(*blocks):
-    found = discover(Collecting(*blocks), mw.Batch((torch.randn(3, 8),), None))
+def divided_blocks(*blocks, into=list):
+    found = discover(Collecting(*blocks, into=into), mw.Batch((torch.randn(3, 8),), None))
     return [unit.name for unit in found.units if unit.kind == "mlp" and unit.splits]
 
 
@@ -308,6 +333,12 @@ def test_a_split_shown_for_one_activation_is_not_taken_for_another():
 def test_what_adds_to_a_list_that_it_is_given_is_not_divided_whole():
     assert divided_blocks(Gated(), Gated()) == ["blocks.0", "blocks.1"]
     assert divided_blocks(Gated(penalty=True), Gated(penalty=True)) == []
+
+    def in_dict():
+        return {"sum": torch.zeros(())}
+
+    assert divided_blocks(Gated(), into=in_dict) == ["blocks.0"]
+    assert divided_blocks(Gated(penalty=True), into=in_dict) == []
 
 
 class Counts(nn.Module):

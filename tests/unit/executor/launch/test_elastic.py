@@ -199,6 +199,21 @@ def test_a_host_that_came_back_broken_ends_nothing(ssh):
     assert any("libcudart" in text and "goes on without host c" in text for text in said)
 
 
+def test_a_host_that_was_lost_and_is_broken_at_once_ends_nothing(ssh):
+    """It answers before anybody has asked whether it is away."""
+    play(ssh, a="if attempt == 0: hear()\n" + REPORT, b="if attempt == 0: hear()\n", c="")
+    path = ssh / "c"
+    lost = "begin()\nPath({!r}).touch()\nsys.exit(255)\n".format(str(ssh / "was-lost"))
+    broken = "print('libcudart.so: no', file=sys.stderr)\nsys.exit(1)\n"
+    both = "if not (here / 'was-lost').exists():\n" + "".join(
+        f"    {line}\n" for line in lost.splitlines()
+    )
+    path.write_text(path.read_text().replace("\nbegin()\n", f"\n{both}{broken}"))
+    report, said = launched(ssh)
+    assert report is not None
+    assert any("libcudart" in text and "goes on without host c" in text for text in said)
+
+
 def test_a_host_that_came_back_and_hangs_ends_nothing(ssh, monkeypatch):
     monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh.READY_S", 4.0)
     said = come_back_instead(ssh, "time.sleep(100)\n")
