@@ -186,6 +186,8 @@ def _sizes(plan: Plan, problem: Problem) -> Iterator[_Question]:
             # Pins are of the layouts of as many ranks as there are.
             goal = msgspec.structs.replace(problem.goal, pins=())
             other = replace(resized_problem(problem, count), goal=goal)
+            if other.uncut:
+                return CurvePoint(x=float(count), held_s=None, again_s=None, data_parallel_s=None)
             return _point(float(count), other, None, left_s)
 
         return answer

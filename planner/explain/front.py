@@ -129,7 +129,10 @@ def within(
     problem: Problem, limit_gpu_s: float, solver: str = "auto", time_limit_s: float | None = None
 ) -> SolvedPoint | None:
     """The fastest plan that uses at most so many device-seconds, None where none was found."""
-    limit = limit_gpu_s / _single_device_s(problem)
+    single_s = _single_device_s(problem)
+    if not single_s:  # a profile without times: every plan takes as long
+        return None
+    limit = limit_gpu_s / single_s
     return _asked(problem, solver, time_limit_s, objective="time", amplification_limit=limit)
 
 

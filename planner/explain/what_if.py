@@ -143,7 +143,8 @@ def _changes(problem: Problem) -> list[tuple[str, Problem | str]]:
     if cluster.level("inter") is None:
         found.append((change, NO_LINKS))
     elif twice % len(cluster.nodes[0].devices) == 0:
-        found.append((change, resized_problem(problem, twice)))
+        larger = resized_problem(problem, twice)
+        found.append((change, larger.uncut or larger))
     return found
 
 
@@ -179,10 +180,14 @@ def sizes(
 def _asked(problem: Problem, ranks: int) -> Problem | Size:
     """The problem on so many ranks, or the row that says why there is none."""
     try:
-        return expand_pins(resized_problem(problem, ranks))
+        asked = expand_pins(resized_problem(problem, ranks))
+        why = asked.uncut
     except NoLinksError as error:
-        nodes = ranks // len(problem.cluster.nodes[0].devices)
-        return Size(ranks=ranks, nodes=nodes, fits=False, solver="none", why=str(error))
+        why = str(error)
+    if not why:
+        return asked
+    nodes = max(ranks // len(problem.cluster.nodes[0].devices), 1)
+    return Size(ranks=ranks, nodes=nodes, fits=False, solver="none", why=why)
 
 
 def _size(problem: Problem, solver: str, time_limit_s: float | None) -> Size:

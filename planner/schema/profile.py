@@ -175,6 +175,9 @@ class UnitProfile(Record, frozen=True, kw_only=True):
         # ``whole`` reads the first, and ``cost.compute.share_of`` measures all others by it.
         if not self.shares or self.shares[0].style != "none" or self.shares[0].degree != 1:
             raise ValueError(f"shares of unit {self.name!r} must begin with the undivided unit")
+        kinds = [(share.style, share.degree) for share in self.shares]
+        if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
+            raise ValueError(f"unit {self.name!r} has two shares {twice[0]} of degree {twice[1]}")
         check_batch_dims(self.name, self.batched_inputs, self.batch_dims)
 
     @property
@@ -323,6 +326,8 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.batches:
+            raise ValueError("batches is empty: name the batch sizes that were measured")
         names = [u.name for u in self.units]
         # Edges, pieces, pins and plans name units: a second one of a name could not be meant.
         if len(set(names)) != len(names):

@@ -11,6 +11,7 @@ from math import ceil, floor
 
 import msgspec
 
+from ..cost.budget import gpu_seconds_limit
 from ..cost.collectives import Fabric
 from ..cost.cost import CostModel
 from ..cost.device_kinds import slowest_node
@@ -59,6 +60,11 @@ def apart_if_quicker(problem: Problem, together: Result, search: Search) -> Resu
     if inner.plan is None:
         return _told(together, "no local steps: nothing fits in the memory of a host's ranks then")
     plan = _whole(problem, inner.plan, together.plan)
+    # A host's own limit is of a part of the batch, and knows nothing of what hosts exchange.
+    allowed_s = gpu_seconds_limit(CostModel(problem.profile, problem.cluster, problem.goal))
+    if plan.prediction.gpu_seconds > allowed_s * (1 + 1e-9):
+        used = f"{plan.prediction.gpu_seconds:.3g} device-seconds, and {allowed_s:.3g} are allowed"
+        return _told(together, f"no local steps: they would use {used}")
     limit_s = problem.goal.undisturbed_limit_s
     late = limit_s is not None and plan.prediction.step_s > limit_s
     if late or (

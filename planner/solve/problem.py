@@ -111,6 +111,20 @@ class Problem:
         enough = self.goal.batch >= micro_batches * self.cluster.world_size
         return micro_batches == 1 or (enough and self.capability.micro_batches)
 
+    @property
+    def uncut(self) -> str:
+        """Why the batch cannot be cut into any number of micro-batches that is allowed; empty where
+        it can."""
+        goal, world = self.goal, self.cluster.world_size
+        if any(m == 1 or goal.batch >= world * m for m in goal.micro_batches):
+            return ""
+        most = max(goal.batch // world, 1)
+        counts = " or ".join(map(str, goal.micro_batches))
+        return (
+            f"a batch of {goal.batch} on {world} ranks cannot be cut into {counts} micro-batches: "
+            f"allow at most {most} (--micro-batches {most}, micro_batches=({most},))"
+        )
+
     def report(self, what: str, share: float) -> None:
         """Tells the caller how far the search is."""
         if self.progress is not None:

@@ -213,13 +213,8 @@ def _auto(problem: Problem) -> tuple[str, str]:
 
 def _check(problem: Problem) -> None:
     goal, world = problem.goal, problem.cluster.world_size
-    if all(m > 1 and goal.batch < world * m for m in goal.micro_batches):
-        most = max(goal.batch // world, 1)
-        counts = " or ".join(map(str, goal.micro_batches))
-        raise InputError(
-            f"a batch of {goal.batch} on {world} ranks cannot be cut into {counts} micro-batches: "
-            f"allow at most {most} (--micro-batches {most}, micro_batches=({most},))"
-        )
+    if problem.uncut:
+        raise InputError(problem.uncut)
     names = [unit.name for unit in problem.profile.units]
     for pin in goal.pins:
         if pin.unit not in names:

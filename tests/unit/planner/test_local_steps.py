@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cli.render.documents import bound_sentence
+from meshwright.planner.cost.budget import single_device_batch_s
 from meshwright.planner.cost.collectives import Fabric
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.fragments import (
@@ -71,6 +72,19 @@ def test_the_objective_of_a_plan_with_local_steps_is_the_goals():
         result = solve(asked_for_apart(objective), "heuristic")
         assert result.plan.local_steps is not None
         assert result.objective_s == getattr(result.plan.prediction, figure)
+
+
+def test_a_limit_of_device_seconds_is_of_the_whole_plan():
+    """A host's own part keeps it, for its part of the batch; what hosts wait for, too, counts."""
+    problem = asked_for_apart()
+    plan = solve(problem, "heuristic").checked()
+    assert plan.local_steps is not None
+    alone_s = single_device_batch_s(CostModel(problem.profile, problem.cluster, problem.goal))
+    limit = plan.prediction.gpu_seconds / alone_s
+    for factor, kept in ((1.01, True), (0.99, False)):
+        goal = msgspec.structs.replace(problem.goal, amplification_limit=limit * factor)
+        found = solve(replace(problem, goal=goal), "heuristic").plan
+        assert (found is not None and found.local_steps is not None) is kept
 
 
 def test_the_front_has_plans_of_hosts_that_train_together():

@@ -8,8 +8,15 @@ import pytest
 from meshwright.planner.cost.budget import single_device_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.placement import order_cost, place
+from meshwright.planner.explain.curves import what_if_curves
 from meshwright.planner.explain.front import cheapest_within, front, within
-from meshwright.planner.explain.what_if import gains, quicker_on_fewer, sizes, with_bandwidth
+from meshwright.planner.explain.what_if import (
+    gains,
+    gains_of,
+    quicker_on_fewer,
+    sizes,
+    with_bandwidth,
+)
 from meshwright.planner.schema.capability import EVERYTHING, PLAIN
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal, Pin
@@ -59,6 +66,21 @@ def test_sizes_plan_every_cluster_and_keep_the_batch(problem):
         assert row.gpu_seconds <= row.ranks * row.step_s * (1 + 1e-9)
         assert row.gpu_seconds_per_sample == pytest.approx(row.gpu_seconds / 32)
         assert row.speedup == pytest.approx(row.baseline_step_s / row.step_s)
+
+
+def test_a_size_whose_ranks_would_be_without_samples_says_why(problem):
+    """A sample for each rank in each micro-batch, and no other number is allowed."""
+    goal = msgspec.structs.replace(problem.goal, micro_batches=(8,))
+    asked = replace(problem, goal=goal)  # 32 samples on 4 ranks
+    rows = sizes(asked, (4, 8), "heuristic").rows
+    assert [row.fits for row in rows] == [True, False]
+    assert "on 8 ranks cannot be cut into 8 micro-batches" in rows[1].why
+    plan = solve(asked, "heuristic").checked()
+    more = {gain.change: gain for gain in gains_of(plan, asked, 10)}
+    assert "cannot be cut" in more["8 devices for 4"].reason
+    curves = what_if_curves(plan, asked, 10.0, lambda what, share: None).curves
+    (ranks,) = (curve for curve in curves if curve.name == "ranks")
+    assert all(p.again_s is None for p in ranks.points if p.x == 8)
 
 
 def test_a_size_that_does_not_fit_says_why(problem):
