@@ -216,6 +216,7 @@ def test_a_host_that_was_lost_and_is_broken_at_once_ends_nothing(ssh):
 
 def test_a_host_that_came_back_and_hangs_ends_nothing(ssh, monkeypatch):
     monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh.READY_S", 4.0)
+    monkeypatch.setattr("meshwright.executor.launch.hosts.over_ssh._TO_END_S", 1.0)
     said = come_back_instead(ssh, "time.sleep(100)\n")
     assert any(
         "c answered over ssh and had not begun" in text and "goes on without host c" in text
