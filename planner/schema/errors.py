@@ -28,7 +28,7 @@ class MeshwrightError(Exception):
     """Whether a process or a host has gone, rather than failed at what it does."""
     of_peer = False
     """Whether it is what a rank saw of another one's end, which that one may tell itself."""
-    unfit: tuple[int, ...] = ()
+    broken: tuple[int, ...] = ()
     """The hosts, by their numbers in the run, that failed before they began to train."""
 
     def standing_for(self, failure: Failure) -> Self:

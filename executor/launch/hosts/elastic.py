@@ -117,17 +117,17 @@ class _ElasticRun:
 
     def _handle(self, error: MeshwrightError, numbers: tuple[int, ...]) -> None:
         """Raises the error, unless the run can go on after it."""
-        unfit = {numbers[i] for i in error.unfit}
-        if not unfit and isinstance(error, InputError):
-            unfit = set(numbers) - set(self._ran)
-        enough = len(set(self._all) - self._refused - unfit) >= self._fewest
-        if unfit and enough and self._ran and not error.lost:
+        broken = {numbers[i] for i in error.broken}
+        if not broken and isinstance(error, InputError):
+            broken = set(numbers) - set(self._ran)
+        enough = len(set(self._all) - self._refused - broken) >= self._fewest
+        if broken and enough and self._ran and not error.lost:
             # A training that runs must not end for a host that has come back without its disk.
-            self._refused |= unfit
-            self._say(f"{error}; goes on without {self._named(sorted(unfit))}")
+            self._refused |= broken
+            self._say(f"{error}; goes on without {self._named(sorted(broken))}")
             return
         self._say(self._count.after(error, self._step))
-        if not error.unfit:
+        if not error.broken:
             self._ran = numbers
 
     def _has_room_by(self, error: MeshwrightError, numbers: tuple[int, ...]) -> bool:

@@ -185,12 +185,12 @@ class _SshRun:
             f"begun after {READY_S:g} s: see whether its working folder and its Python can be read "
             "there (a network folder that hangs)"
         )
-        error.unfit = silent
+        error.broken = silent
         return error
 
     def _failed(self, number: int, error: MeshwrightError) -> None:
         if not self._began:
-            error.unfit = (number,)
+            error.broken = (number,)
         self._failures.append(error)
 
     def stop(self, number: int) -> None:
