@@ -37,6 +37,7 @@ from .render.documents import (
     fewer_sentence,
     local_batch_sentences,
     local_sentences,
+    lossy_sentences,
     memory_sentences,
     origin_sentences,
     prediction_table,
@@ -277,7 +278,8 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
     note(_over_limit(made))
-    words = [verdict(made), *local_sentences(made), *local_batch_sentences(made, cluster)]
+    words = [verdict(made), *local_sentences(made), *lossy_sentences(made)]
+    words += local_batch_sentences(made, cluster)
     # A profile measured for this plan is found on disk again, unless it could not be kept there.
     with suppress(InputError):
         profile, cluster = made_from(made, profile, cluster)

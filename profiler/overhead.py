@@ -312,7 +312,7 @@ def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
                 memory=toy.memory,
             )
         )
-    goal = Goal(batch=toy.rows * ranks)
+    goal = Goal(batch=toy.rows * ranks, optimizer="momentum")
     return plan_by_hand(units, goal, schedule, MESSAGE_BYTES[schedule], "toy")
 
 

@@ -281,6 +281,12 @@ def losses_sentence(found: LossComparison) -> str:
         much = "no more than" if within else "more than"
         sure = f", {much} what seeds leave open (± {2 * found.error:.2%})"
     of = "the model's data" if found.data else "random batches"
+    if not found.learns:
+        return (
+            f"With exact gradients the loss does not fall in {found.steps} steps on {of}, so they "
+            "show nothing of the plan: ask for more --steps, or let make_batch give what the model "
+            "can learn."
+        )
     return (
         f"Under the plan the loss is {than} with exact gradients after {found.steps} "
         f"steps on {of}{sure}. That is what these steps show: not where a training ends, nor how "

@@ -77,6 +77,21 @@ def local_sentences(plan: Plan) -> list[str]:
     ]
 
 
+def lossy_sentences(plan: Plan) -> list[str]:
+    """That units keep a part of their gradients for later steps, where some do."""
+    lossy = [unit for unit in plan.units if unit.lossy]
+    if not lossy:
+        return []
+    several = len(lossy) > 1
+    ways = ", ".join(sorted({unit.exchange for unit in lossy}))
+    return [
+        f"{len(lossy)} {'units keep' if several else 'unit keeps'} a part of "
+        f"{'their gradients' if several else 'its gradient'} for later steps ({ways}; a number "
+        "behind it is the share that is sent). That changes the training: compare with meshwright "
+        "verify PLAN --steps 50."
+    ]
+
+
 def bound_sentence(found: StepBottleneck) -> str:
     """What bounds the step, and what its user could do about it."""
     if found.hosts is not None and found.part == "averages":

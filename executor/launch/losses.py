@@ -62,6 +62,12 @@ class LossComparison(Record, frozen=True, kw_only=True):
         return fmean(one.ratio for one in self.seeds)
 
     @property
+    def learns(self) -> bool:
+        """Whether the loss falls with exact gradients: else the comparison shows nothing."""
+        first = fmean(one.exact[0] for one in self.seeds)
+        return fmean(one.exact_end for one in self.seeds) < first - 0.01 * abs(first)
+
+    @property
     def error(self) -> float | None:
         """The standard error of that mean; None of a single seed."""
         ratios = [one.ratio for one in self.seeds]

@@ -8,6 +8,7 @@ random numbers in both, then by what it does in the mean (``draws``).
 """
 
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -171,7 +172,10 @@ def verify_on_ranks(
         # Before the plan is applied, as that changes the model in place, which the loss may know.
         coarse, chance, draws = rank_zero_decides(train_alone)
         optimizer = _optimizer(workload.model)
-        apply(workload.model, optimizer, plan, timeout_s=timeout_s)
+        with warnings.catch_warnings():
+            # It is ours, and no other than the plan's for its user.
+            warnings.filterwarnings("ignore", message="this SGD keeps")
+            apply(workload.model, optimizer, plan, timeout_s=timeout_s)
         start = own_state(workload.model) if chance else {}
         ours = _train_together(
             plan, workload, batches, optimizer, lambda n: progress(done + n, total, "ranks")

@@ -8,6 +8,7 @@ import meshwright as mw
 import msgspec
 import pytest
 from meshwright.cli.render.comparisons import losses_sentence
+from meshwright.cli.render.documents import lossy_sentences
 from meshwright.executor.launch.losses import LossComparison, SeedLosses, steps_to_begin
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.local_steps import LocalSteps
@@ -40,6 +41,19 @@ def test_a_difference_within_it_is_not_more() -> None:
     assert "1.00% lower" in said
     assert "no more than what seeds leave open" in said
     assert "random batches" in said
+
+
+def test_a_loss_that_does_not_fall_shows_nothing() -> None:
+    said = losses_sentence(comparison((2.99, 2.99), data=False))
+    assert "does not fall in 10 steps on random batches, so they show nothing" in said
+    assert "Under the plan" not in said
+
+
+def test_what_keeps_a_part_is_told_to_change_the_training() -> None:
+    assert lossy_sentences(made()) == lossy_sentences(made(wire="bf16")) == []
+    (said,) = lossy_sentences(made(exchange="low_rank", exchange_ratio=0.02))
+    assert said.startswith("1 unit keeps a part of its gradient for later steps (low_rank; ")
+    assert "changes the training: compare with meshwright verify PLAN --steps 50" in said
 
 
 def test_one_seed_leaves_nothing_to_compare_with() -> None:
