@@ -16,8 +16,7 @@ import pytest
 import torch
 from checkpoints import LOSSY, PLANS, Net, Trained, held_back, in_turn, unequal
 from meshwright.executor.apply import apply
-from meshwright.executor.checkpoint import checkpoint as checkpoint_module
-from meshwright.executor.checkpoint import safetensors
+from meshwright.executor.checkpoint import safetensors, storage
 from meshwright.executor.checkpoint.checkpoint import checkpoint
 from meshwright.executor.checkpoint.folder import step_name, steps_in
 from meshwright.executor.checkpoint.index import read_index
@@ -408,16 +407,17 @@ def test_positions_in_data_of_other_ranks_are_refused(ranks, tmp_path: Path):
 
 def made_again_while_it_writes(rank: int, folder: str) -> int | None:
     """In a notebook, say, whose cell is run a second time."""
-    chosen, ordinary = PLANS["data parallel"](2), checkpoint_module.save
+    chosen, ordinary = PLANS["data parallel"](2), storage.write_tensors
 
-    def slowly(*arguments: Any) -> None:
-        time.sleep(0.5)
-        ordinary(*arguments)
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.5)  # its folder is there already
+        return ordinary(*arguments, **options)
 
     first = Trained(rank, chosen, folder, seed=1)
     first.train(2)
-    with patch.object(checkpoint_module, "save", slowly):
+    with patch.object(storage, "write_tensors", slowly):
         first.ckpt.save(2)
+        time.sleep(0.2)
         second = Trained(rank, chosen, folder, seed=2)
     return second.ckpt.resume()
 
