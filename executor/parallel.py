@@ -18,7 +18,7 @@ from ..planner.schema.errors import InputError
 from .compiled import take_again
 from .forward import Weight, unscale_inputs
 from .gradients.dropping import Dropping
-from .gradients.feedback import LossyGradGroup, check_held, kinds_held
+from .gradients.feedback import check_held, kinds_held
 from .gradients.reshard import whole_chunks
 from .optimizer.state import gather_optimizer_state, scatter_optimizer_state
 from .redistribution.shards import gather_state
@@ -334,7 +334,7 @@ def _load_unsent(run: Run, state: dict[str, Any]) -> None:
     if run.priority is None:
         return
     residuals, policies = state.get("residuals", {}), state.get("policies", {})
-    lossy = [g for g in run.priority.grad_groups if isinstance(g, LossyGradGroup)]
+    lossy = run.priority.lossy_groups
     frozen = {param.name: param for param in run.frozen if kinds_held(param)}
     names = {param.name for grad_group in lossy for param in grad_group.feedback} | set(frozen)
     strange = next((name for name in residuals if name not in names), None)

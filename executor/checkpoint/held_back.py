@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..gradients.feedback import LossyGradGroup, kinds_held
+from ..gradients.feedback import kinds_held
 from ..gradients.pending import bare
 from ..parallel import exchange_state_dict, load_exchange_state_dict
 from ..run import Run
@@ -113,8 +113,7 @@ class HeldBack:
         frozen = {param.name: kinds_held(param) for param in self._run.frozen}
         return frozen | {
             param.name: group.kinds_held(param)
-            for group in priority.grad_groups
-            if isinstance(group, LossyGradGroup)
+            for group in priority.lossy_groups
             for param in group.feedback
         }
 

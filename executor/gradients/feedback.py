@@ -271,7 +271,7 @@ class LossyGradGroup(GradGroup):
 
     def kinds_held(self, param: GradParam) -> set[str]:
         """What ``state`` may have of a parameter."""
-        return {_saved_as(param)}
+        return kinds_held(param)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies of what is held, by parameter."""

@@ -191,12 +191,16 @@ class PriorityExchange(Exchange):
                 return True
         return False
 
+    @property
+    def lossy_groups(self) -> list[LossyGradGroup]:
+        """The groups that hold something of their gradients for later steps."""
+        return [g for g in self.grad_groups if isinstance(g, LossyGradGroup)]
+
     def held(self) -> Held:
         """Copies of all that lossy exchanges hold, of parameters that are frozen now too."""
         found = copy.deepcopy(self.held_of_frozen)
-        for grad_group in self.grad_groups:
-            if isinstance(grad_group, LossyGradGroup):
-                found |= grad_group.state()
+        for grad_group in self.lossy_groups:
+            found |= grad_group.state()
         return found
 
     def follow(self, before: PriorityExchange) -> None:

@@ -378,8 +378,8 @@ class TopkGradGroup(LossyGradGroup):
         return new, velocity
 
     def kinds_held(self, param: GradParam) -> set[str]:
-        velocity = {"velocity"} if self.topk.momentum is not None else set()
-        return super().kinds_held(param) | velocity
+        without = {"velocity"} if self.topk.momentum is None else set()
+        return super().kinds_held(param) - without
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         state = super().state()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
@@ -499,25 +499,27 @@ def _container(value: object, depth: int) -> object:
         pairs = [(k, _plain(v, depth + 1)) for k, v in value.items() if isinstance(k, str)]
         return sorted((pair for pair in pairs if pair[1] is not _NOT_PLAIN), key=repr)
     if isinstance(value, tuple) and len(value) <= _MOST_ENTRIES:
-        return [each for given in value if (each := _plain(given, depth + 1)) is not _NOT_PLAIN]
+        return _all_plain(value, depth)
     return _NOT_PLAIN
+
+
+def _all_plain(values: Iterable[object], depth: int) -> list[object]:
+    """Those of the values in a setting that are plain themselves."""
+    return [each for given in values if (each := _plain(given, depth + 1)) is not _NOT_PLAIN]
 
 
 def _function(value: Any, depth: int) -> object:
     """What a function does: its code with what it has taken along."""
-
-    def plain(*given: object) -> list[object]:
-        return [each for each in (_plain(g, depth + 1) for g in given) if each is not _NOT_PLAIN]
-
     if isinstance(value, partial):
-        return plain(value.func, *value.args, value.keywords)
+        return _all_plain((value.func, *value.args, value.keywords), depth)
     if isinstance(value, MethodType):
-        return plain(value.__func__)
+        return _all_plain((value.__func__,), depth)
     if not isinstance(value, FunctionType):
         named = value if isinstance(value, BuiltinFunctionType) else type(value)
         return named.__module__, named.__qualname__
     code, cells = value.__code__, value.__closure__ or ()
-    held = plain(*code.co_consts, *(value.__defaults__ or ()), *(c.cell_contents for c in cells))
+    taken_along = *code.co_consts, *(value.__defaults__ or ()), *(c.cell_contents for c in cells)
+    held = _all_plain(taken_along, depth)
     return value.__module__, value.__qualname__, code.co_code.hex(), code.co_names, held
 
 

@@ -19,11 +19,10 @@ from ..schema.goal import ROUNDED_FIDELITY, Goal
 from ..schema.pins import without
 from ..schema.plan import ExchangePolicy, UnitPlan
 from ..schema.precision import is_scaled
-from ..schema.profile import ModelProfile
 from ..schema.record import Count, Positive, Record, Seconds
 from ..solve.answer import over_bytes
 from ..solve.evaluate import evaluation
-from ..solve.heuristic.resize import resized_problem, resized_with
+from ..solve.heuristic.resize import resized_problem
 from ..solve.needless_loss import without_needless_loss
 from ..solve.problem import Problem
 from ..solve.solver import solve
@@ -97,12 +96,11 @@ def advise(problem: Problem, solver: str = "auto", time_limit_s: float | None = 
         problem.goal, allow_lossy=False, min_fidelity=1.0, allow_local_steps=False
     )
     exact = replace(problem, goal=goal)
-    plain = _without_a_plan(exact.profile, exact.cluster, goal)
+    plain = _without_a_plan(exact)
     step = evaluation(plain, plain.baseline).prediction
     ways = [_by_itself("data parallel (DDP)", plain, step.step_s)]
     if plain.world_size > 1:
-        there = resized_with(exact.profile, exact.cluster, 1)
-        one = _without_a_plan(*there, _unpinned(goal))
+        one = _without_a_plan(resized_problem(replace(exact, goal=_unpinned(goal)), 1))
         # It has no executor, which predictions of plans count.
         ways.append(_by_itself("one device", one, single_device_batch_s(one)))
     asked = [*_fewer(exact), *_planned(exact)]
@@ -142,13 +140,12 @@ def slow_hosts(cluster: Cluster) -> tuple[SlowHost, ...]:
     return tuple(found)
 
 
-def _without_a_plan(profile: ModelProfile, cluster: Cluster, goal: Goal) -> CostModel:
+def _without_a_plan(problem: Problem) -> CostModel:
     """Data parallelism in as many micro-batches as are allowed and take least, of those that fit
     in memory if any does."""
-    # No rank may be left without a sample.
-    each = goal.batch // cluster.world_size
-    counts = [count for count in goal.micro_batches if count <= max(each, 1)] or [1]
-    models = [CostModel(profile, cluster, goal, micro_batches=count) for count in counts]
+    asked = problem.profile, problem.cluster, problem.goal
+    counts = [*filter(problem.divides_into, problem.goal.micro_batches)] or [1]
+    models = [CostModel(*asked, micro_batches=count) for count in counts]
     if len(models) == 1:
         return models[0]
     fitting = [model for model in models if over_bytes(model, model.baseline) <= 0]

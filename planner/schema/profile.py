@@ -176,8 +176,9 @@ class UnitProfile(Record, frozen=True, kw_only=True):
         if not self.shares or self.shares[0].style != "none" or self.shares[0].degree != 1:
             raise ValueError(f"shares of unit {self.name!r} must begin with the undivided unit")
         kinds = [(share.style, share.degree) for share in self.shares]
-        if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
-            raise ValueError(f"unit {self.name!r} has two shares {twice[0]} of degree {twice[1]}")
+        if len(set(kinds)) != len(kinds):
+            style, degree = next(kind for kind in kinds if kinds.count(kind) > 1)
+            raise ValueError(f"unit {self.name!r} has two shares {style} of degree {degree}")
         check_batch_dims(self.name, self.batched_inputs, self.batch_dims)
 
     @property

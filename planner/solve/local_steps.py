@@ -37,7 +37,7 @@ from ..schema.text import option
 from ..simulate.local_round import Round, simulate_round
 from .evaluate import decisions_of, limits_bytes, make_plan
 from .heuristic.resize import resized
-from .heuristic.schedules import Search, clearly_better
+from .heuristic.schedules import Search, clearly_better, objective_s
 from .problem import Problem, Result
 
 HIDDEN = 0.01
@@ -75,11 +75,7 @@ def apart_if_quicker(problem: Problem, together: Result, search: Search) -> Resu
     return Result(
         inner.solver,
         "heuristic",
-        objective_s=(
-            plan.prediction.step_s
-            if problem.goal.objective == "time"
-            else plan.prediction.gpu_seconds
-        ),
+        objective_s=objective_s(problem.goal, plan.prediction),
         plan=plan,
         reason=f"{inner.reason}; hosts train apart",
     )

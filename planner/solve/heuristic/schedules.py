@@ -11,6 +11,7 @@ import msgspec
 
 from ...cost.cost import CostModel
 from ...schema.capability import Capability
+from ...schema.goal import Goal
 from ...schema.options import Decisions, Option
 from ...schema.plan import SHARDING, ExchangePolicy, Plan, Prediction
 from ..choices import may_gather, may_have
@@ -226,9 +227,13 @@ def _by_priority(
 
 def clearly_better(problem: Problem, prediction: Prediction, plan: Plan) -> bool:
     """Whether the goal's objective is less than the plan's by more than predictions may be off."""
-    if problem.goal.objective == "time":
-        return prediction.step_s < plan.prediction.step_s * (1 - WORTHWHILE)
-    return prediction.gpu_seconds < plan.prediction.gpu_seconds * (1 - WORTHWHILE)
+    goal = problem.goal
+    return objective_s(goal, prediction) < objective_s(goal, plan.prediction) * (1 - WORTHWHILE)
+
+
+def objective_s(goal: Goal, prediction: Prediction) -> float:
+    """What the goal asks to be least, as it is predicted: seconds of a step, or device-seconds."""
+    return prediction.step_s if goal.objective == "time" else prediction.gpu_seconds
 
 
 def _with_reason(
