@@ -17,7 +17,7 @@ from ..planner.cost.device_kinds import with_profiles, with_relative_speeds
 from ..planner.explain.what_if import ddp_step_s
 from ..planner.explain.why import units_told
 from ..planner.schema.cluster import Cluster
-from ..planner.schema.errors import InputError
+from ..planner.schema.errors import InfeasibleError, InputError
 from ..planner.schema.goal import make_goal
 from ..planner.schema.pins import parse_wishes
 from ..planner.schema.plan import Plan
@@ -143,8 +143,13 @@ def plan(
         else:
             made = api.plan(what, there, goal, profiles_of=others, **how)
     # Printed when the bar is gone: both write to the terminal.
+    if (sizes or front) and (allow_lossy or (allow_local_steps and sizes)):
+        allowed = "--allow-lossy" if allow_lossy else "--allow-local-steps"
+        note(f"{allowed}: rows may be of plans that change the training; plan one to see how")
     if sizes:
         deliver(table, out_, json, *sizes_table(table))
+        if not any(row.fits for row in table.rows):
+            raise typer.Exit(InfeasibleError.exit_code)
     elif front:
         deliver(points, out_, json, *front_table(points))
         if not (bursts or hypothetical):

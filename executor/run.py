@@ -289,12 +289,11 @@ class Run:
             unshards: AbstractContextManager[None] = nullcontext()
             if self.priority is not None:
                 unshards = self.priority.unshard_manager.around_forward()
-            with unshards, self._functions():
+            with unshards, self._functions(), self.regions.around():
                 yield forward
             complete = True
         finally:  # also where the forward raised: the next one must find nothing of it
             self.inside = False
-            self.regions.abandon()
             self.redistribution_cache.end(complete=complete)
 
     def resume_later(self) -> Callable[[], AbstractContextManager[None]]:

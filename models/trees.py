@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 _LEAVES = frozenset({int, float, bool, str, type(None)})
 
 
-def map_only(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
+def map_only(kind: type | tuple[type, ...], change: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with ``change`` of each leaf that is of ``kind``."""
     if isinstance(tree, kind):
         return change(tree)

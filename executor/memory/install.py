@@ -1,6 +1,7 @@
 """Gives each unit the memory policy that its plan says."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -25,6 +26,13 @@ def check_memory(model: nn.Module, plan: Plan, device: torch.device) -> None:
             f"unit {offloaded.name!r} is planned with memory 'offload', and this run's device "
             f"{str(device)!r} has no memory but the host's: plan with "
             f"{forbidding('offload')}"
+        )
+    gathered = next((u for u in plan.units if u.exchange == "fully_sharded"), None)
+    if offloaded is not None and gathered is not None:
+        raise InputError(
+            f"unit {offloaded.name!r} is planned with memory 'offload' and unit {gathered.name!r} "
+            "with exchange 'fully_sharded', which cannot be in one plan: plan with "
+            f"{forbidding('offload')} or {forbidding('fully_sharded')}"
         )
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     seen: set[tuple[str, ...]] = set()
@@ -79,17 +87,18 @@ def install_memory(
     """Hooks the ends of what is recomputed or offloaded. ``current_forward()`` is the forward that
     runs, ``resume_later()`` what makes it the current one again. Call it when units have been
     divided."""
-    regions = Regions()
-
-    def recompute(
-        region: Region, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Recomputed:
-        return Recomputed(region, args, kwargs, resume_later())
-
     offloaded = any(unit.memory == "offload" for unit in plan.units)
     # Not made where nothing is offloaded: it has a stream of its own.
     host = offloading.host_of(device) if offloaded else None
     offload = Offload(host, current_forward) if host is not None else None
+    regions = Regions(offload.around) if offload is not None else Regions()
+    copy_of = offload.known_or_new_copy if offload is not None else None
+
+    def recompute(
+        region: Region, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Recomputed:
+        return Recomputed(region, args, kwargs, resume_later(), copy_of)
+
     # Units without modules have nothing to do again.
     unsegmented = [u for u in plan.units if not u.segment and u.memory != "keep" and u.modules]
     found = [(unit, unit.modules, unit.memory) for unit in unsegmented]
@@ -101,7 +110,7 @@ def install_memory(
         if memory == "recompute":
             regions.add(region, recompute, whole=whole)
         elif offload is not None:
-            regions.add(region, offload.start, whole=whole)
+            regions.add(region, partial(offload.start, whole=whole), whole=whole)
     if offload is not None:
         for unit in plan.units:
             if unit.modules:

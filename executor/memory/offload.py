@@ -1,9 +1,20 @@
-"""Offload: what a region saves goes to the host while forward goes on, and comes back before its
-backward.
+"""Offload: what a region makes and autograd saves goes to the host while forward goes on, and comes
+back before its backward.
 
 Whole storages are copied: several saved views of one (queries, keys and values cut from one tensor)
 are copied once, and come back with the strides that they had, so that kernels run as they would
 have.
+
+[Note: A feature map is its maker's]
+A feature map may be saved by the unit that made it, by each unit that it enters, and by code
+between units. Were it the affair of those, it would be copied by every one that is offloaded, and
+would stay on the device where a single one is not. So its maker's policy decides: what an offloaded
+unit has made leaves the device whoever saves it, in one copy; what enters it and others have made
+stays, unless it comes of a redistribution, which is made for that unit. So whatever is saved in a
+forward is looked at, not only in offloaded units. The plan counts a feature map to its maker, too
+(``measure_footprint`` in profiler/memory.py), so that both agree, byte by byte. A unit that is
+recomputed holds what enters it until its second forward: where it saves that as well, it holds the
+copy. What nobody saves stays where it is.
 
 [Note: Copies in flight]
 A host that runs ahead of its device would have copies of all regions on their way before the first
@@ -27,15 +38,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ...models.opened import tensors_in
+from ...models.units.storages import storage_of
 from ...planner.memory import prefetch_overlap
+from ...planner.schema.errors import InputError
+from ...planner.schema.pins import forbidding
 from ..redistribution.lazy import check_version, version_of
-from .regions import Region
+from .regions import Region, hooked
 
 # What is smaller stays: a copy of it would take little but its latency.
 LEAST_BYTES = 4096
@@ -159,82 +175,118 @@ def host_of(device: torch.device) -> Host | None:
 
 
 class View:
-    """Stands for one saved tensor, a view of a storage that is on the host or stays."""
+    """Stands for one saved tensor, a view of a storage whose bytes go to the host."""
 
-    def __init__(self, tensor: Tensor, copy: HostCopy | None) -> None:
+    def __init__(self, tensor: Tensor, copy: HostCopy) -> None:
         self.copy = copy
-        # Detached: were it the node's own output, it would keep its node alive for ever.
-        self.stays = tensor.detach() if copy is None else None
         self._version = version_of(tensor)
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset()
-
-    def there(self) -> Tensor:
-        """The tensor, which has stayed."""
-        assert self.stays is not None
-        check_version(self.stays, self._version)
-        return self.stays
+        # Without its memory: what tells of changes in place. The copy has the values that were
+        # saved, or later ones where the tensor was changed before it had left.
+        self.changes = tensor.detach()
+        self.changes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def of(self, flat: Tensor) -> Tensor:
         """The view of the bytes that have come back."""
+        check_version(self.changes, self._version)
         typed = torch.empty(0, dtype=self._dtype, device=flat.device)
         return typed.set_(flat.untyped_storage(), self._offset, self._size, self._stride)
 
 
+def staying(tensor: Tensor) -> tuple[Tensor, int]:
+    """Stands for a saved tensor that stays, with its version."""
+    # Detached: were it the node's own output, it would keep its node alive for ever.
+    return (tensor if tensor.is_leaf else tensor.detach()), version_of(tensor)
+
+
+def there(tensor: Tensor, version: int) -> Tensor:
+    """A saved tensor that has stayed."""
+    check_version(tensor, version)
+    return tensor
+
+
+# What stands for a saved tensor.
+Packed = View | tuple[Tensor, int]
+
+
 class Offloaded:
-    """One forward through a region whose saved tensors wait on the host, all but the ``lasting``
-    ones. ``before`` are those of the same forward that come back with it."""
+    """One forward through a region: ``made`` there are feature maps that leave the device, but for
+    the ``lasting`` tensors and what ``entered`` it. ``before`` are those of the same forward that
+    come back with it. ``sent`` is told of each copy to the host, ``left`` of what leaves the
+    region."""
 
     def __init__(
-        self, lasting: Iterable[Tensor], host: Host, before: Iterable[Offloaded] = ()
+        self,
+        host: Host,
+        *,
+        lasting: Iterable[Tensor] = (),
+        entered: Iterable[Tensor] = (),
+        maker_of: Callable[[Tensor], Offloaded | None] = lambda tensor: None,
+        before: Iterable[Offloaded] = (),
+        sent: Callable[[weakref.ref[HostCopy]], None] = lambda copy: None,
+        left: Callable[[Offloaded, Iterable[Tensor]], None] = lambda maker, tensors: None,
     ) -> None:
-        self._host = host
+        self._host, self._maker_of, self._tell_sent, self._tell_left = host, maker_of, sent, left
         self._before = [weakref.ref(one) for one in before]
-        self._lasting = {t.untyped_storage()._cdata for t in lasting}
+        # Parameters and buffers are on the device anyway: a copy of them would free nothing.
+        storages = map(storage_of, (*lasting, *entered))
+        self._not_own = {s._cdata: weakref.ref(s) for s in storages if s is not None}
         # Weak references throughout: only autograd's own reference to a View keeps a copy alive, so
         # that it goes as soon as backward has used it.
-        self._sent: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[HostCopy]]] = {}
+        self._sent: dict[tuple[int, ...], tuple[weakref.ref[Any], weakref.ref[HostCopy]]] = {}
         self._order: list[weakref.ref[HostCopy]] = []
 
-    def pack(self, tensor: Tensor) -> View:
-        """Sends the tensor's storage to the host, unless it lives on anyway."""
-        return View(tensor, self._copy_of(tensor) if self._can_go(tensor) else None)
+    def pack(self, tensor: Tensor) -> Packed:
+        """Sends the tensor's storage to the host, if it is of those that leave."""
+        copy = (self._maker_of(tensor) or self).copy_of(tensor)
+        return staying(tensor) if copy is None else View(tensor, copy)
 
-    def _can_go(self, tensor: Tensor) -> bool:
+    def makes(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory may leave: this forward has made it, and not for good."""
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        if not plain or tensor.device.type != self._host.device.type:
+        # Bytes do not say what is to be conjugated or negated as it is read.
+        lazy = tensor.is_conj() or tensor.is_neg()
+        if not plain or lazy or tensor.device.type != self._host.device.type:
             return False
         storage = tensor.untyped_storage()
-        # Parameters and buffers are on the device anyway: a copy of them would free nothing.
-        return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._lasting
+        # A storage that is gone may have left its number to another one, here and below.
+        other = self._not_own.get(storage._cdata, _nothing)
+        return storage.nbytes() >= LEAST_BYTES and other() is None
 
-    def _copy_of(self, tensor: Tensor) -> HostCopy:
-        storage = tensor.untyped_storage()
-        # What is changed in place between two savings has another version, and is copied again.
-        key = storage._cdata, tensor._version
-        owner, known = self._sent.get(key, (_nothing, _nothing))
-        copy = known()
-        if owner() is None or copy is None:  # a storage that is gone may have left its number
+    def copy_of(self, tensor: Tensor) -> HostCopy | None:
+        """The copy on the host of the tensor's storage, as it is now; None where it stays."""
+        if not self.makes(tensor):
+            return None
+        copy = self.known_copy_of(tensor)
+        if copy is None:
+            storage = tensor.untyped_storage()
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             copy = self._host.send(flat)
-            self._sent[key] = weakref.ref(storage), weakref.ref(copy)
+            self._sent[_key(tensor)] = weakref.ref(storage), weakref.ref(copy)
             self._order.append(weakref.ref(copy))
+            self._tell_sent(self._order[-1])
         return copy
 
-    def leave(self) -> None:
-        """Nothing more is saved, so no further tensor can share a copy."""
-        self._sent.clear()
+    def known_copy_of(self, tensor: Tensor) -> HostCopy | None:
+        """The copy of the tensor's storage, as it is now, if it has been sent."""
+        owner, copy = self._sent.get(_key(tensor), (_nothing, _nothing))
+        return copy() if owner() is not None else None
 
-    def unpack(self, view: View) -> Tensor:
-        """The tensor, once its storage has come back."""
-        if view.copy is None:
-            return view.there()
+    def leave(self, output: Any) -> None:
+        """The forward has left the region with ``output``."""
+        self._tell_left(self, tensors_in(output))
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """The tensor, once its storage has come back, and with it all that was made here."""
+        if not isinstance(packed, View):
+            return there(*packed)
         self.prefetch()
         for reference in self._before:
             before = reference()
             if before is not None:
                 before.prefetch()
-        return view.of(view.copy.wait())
+        return packed.of(packed.copy.wait())
 
     def prefetch(self) -> None:
         """Starts the copies back."""
@@ -245,12 +297,14 @@ class Offloaded:
                 copy.prefetch()
         self._order = []
 
-    def free(self) -> None:
-        """Frees what has been copied on the device, as soon as that is over."""
-        for reference in self._order:
-            copy = reference()
-            if copy is not None:
-                copy.leave()
+
+def _key(tensor: Tensor) -> tuple[int, ...]:
+    # What is changed in place between two savings has another version, and is copied again. Parts
+    # that are no views (of ``unsafe_split``) each count their own changes.
+    storage = tensor.untyped_storage()
+    if tensor._is_view() or tensor.nbytes == storage.nbytes():
+        return storage._cdata, tensor._version
+    return storage._cdata, tensor._version, int(tensor.storage_offset()), tensor.numel()
 
 
 class _Entered(NamedTuple):
@@ -261,33 +315,108 @@ class _Entered(NamedTuple):
     left: int
 
 
+class _Made(NamedTuple):
+    """A storage that an offloaded region has left, and that forward through it."""
+
+    storage: weakref.ref[Any]
+    maker: Offloaded
+
+
 class Offload:
     """The offloaded regions of one model. ``current_forward()`` is the forward that runs. See
-    [Note: Copies in flight]."""
+    [Note: A feature map is its maker's] and [Note: Copies in flight]."""
 
     def __init__(self, host: Host, current_forward: Callable[[], object]) -> None:
         self._host, self._current_forward = host, current_forward
         self._left = 0
-        self._in_flight: deque[_Entered] = deque()
+        self._near: deque[_Entered] = deque()
+        self._in_flight: list[tuple[int, weakref.ref[HostCopy]]] = []
+        """Each copy to the host, with how many units had been left as its maker was entered."""
+        self._made: dict[int, _Made] = {}
+        """By the number of the storage; of the forward that runs."""
 
-    def start(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Offloaded:
-        """Begins a forward through a region."""
-        lasting = [t for m in region.modules for t in (*m.parameters(), *m.buffers())]
-        forward = self._current_forward()
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """A forward of the whole model, in which code that nobody offloads saves tensors, too."""
+        before, self._made = self._made, {}
+        try:
+            with hooked(self._pack, _unpack):
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise InputError(
+                "the model's forward calls what cannot be together with offload (torch.func's "
+                f"transforms, say): plan with {forbidding('offload')}"
+            ) from error
+        finally:
+            self._made = before
+
+    def _pack(self, tensor: Tensor) -> Packed:
+        maker = self.maker_of(tensor)
+        copy = None if maker is None else maker.copy_of(tensor)
+        return staying(tensor) if copy is None else View(tensor, copy)
+
+    def maker_of(self, tensor: Tensor) -> Offloaded | None:
+        """The offloaded unit that has made the tensor's storage in the forward that runs."""
+        storage = storage_of(tensor) if self._made else None
+        found = None if storage is None else self._made.get(storage._cdata)
+        return found.maker if found is not None and found.storage() is not None else None
+
+    def known_or_new_copy(self, tensor: Tensor, saved: bool) -> HostCopy | None:
+        """The copy of a tensor that an offloaded unit has made, if it has been sent or is
+        ``saved`` now."""
+        maker = self.maker_of(tensor)
+        if maker is None:
+            return None
+        return maker.copy_of(tensor) if saved else maker.known_copy_of(tensor)
+
+    def start(
+        self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], *, whole: bool
+    ) -> Offloaded:
+        """Begins a forward through a region. What enters it and nobody is known to have made is its
+        own unless the region is ``whole``: a redistribution has made it."""
+        forward, left = self._current_forward(), self._left
         # What was entered in another forward is another graph's: its backward comes at another
         # time.
-        near = [one.saver() for one in self._in_flight if one.forward is forward]
-        saver = Offloaded(lasting, self._host, [one for one in near if one is not None])
-        self._in_flight.append(_Entered(weakref.ref(saver), forward, self._left))
+        near = [one.saver() for one in self._near if one.forward is forward]
+        entered = tensors_in((args, kwargs))
+        saver = Offloaded(
+            self._host,
+            lasting=[t for m in region.modules for t in (*m.parameters(), *m.buffers())],
+            entered=entered if whole else (),
+            maker_of=self.maker_of,
+            before=[one for one in near if one is not None],
+            sent=lambda copy: self._in_flight.append((left, copy)),
+            left=self._note,
+        )
+        if not whole:
+            self._note(saver, entered)
+        self._near.append(_Entered(weakref.ref(saver), forward, left))
         return saver
+
+    def _note(self, maker: Offloaded, tensors: Iterable[Tensor]) -> None:
+        """Those of the tensors that ``maker`` has made are known from now on as its own."""
+        for tensor in tensors:
+            if self.maker_of(tensor) is None and maker.makes(tensor):
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = _Made(weakref.ref(storage), maker)
 
     def unit_left(self) -> None:
         """A forward has left a unit, whatever becomes of its feature maps."""
         self._left += 1
-        while self._in_flight and self._in_flight[0].left < self._left - _ahead():
-            saver = self._in_flight.popleft().saver()
-            if saver is not None:
-                saver.free()
+        over = self._left - _ahead()
+        while self._near and self._near[0].left < over:
+            self._near.popleft()
+        waited_for = [copy() for left, copy in self._in_flight if left < over]
+        self._in_flight = [one for one in self._in_flight if one[0] >= over]
+        for copy in waited_for:
+            if copy is not None:
+                copy.leave()
+
+
+def _unpack(packed: Packed) -> Tensor:
+    return packed.of(packed.copy.wait()) if isinstance(packed, View) else there(*packed)
 
 
 def _ahead() -> int:

@@ -18,14 +18,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...models.trees import map_only
-from ...models.units.storages import tensors_in
+from ...models.units.storages import storage_of, tensors_in
 from ...planner.schema.errors import InputError, RunError
 from ...planner.schema.pins import forbidding
 from ..redistribution.lazy import version_of
+from .offload import HostCopy, View
 from .regions import Region, caching_casts
 
 # Makes a forward the current one again, for a while.
 ResumeForward = Callable[[], AbstractContextManager[None]]
+# The copy on the host of a tensor, if its maker is offloaded and it is saved: here (True), or by
+# somebody before.
+CopyOf = Callable[[Tensor, bool], HostCopy | None]
 # No backward: autograd numbers them from 0 on, and says -1 outside of all.
 NO_TASK = -2
 
@@ -37,8 +41,20 @@ class SavedTensor:
         self.value: Tensor | None = None
 
 
+class _OnHost:
+    """A tensor that enters a region and waits on the host until its forward runs again."""
+
+    def __init__(self, view: View, requires_grad: bool) -> None:
+        self.view, self.requires_grad = view, requires_grad
+
+    def back(self) -> Tensor:
+        """The tensor on the device."""
+        return self.view.of(self.view.copy.wait())
+
+
 class Recomputed:
-    """One forward through a region whose saved tensors are not kept."""
+    """One forward through a region whose saved tensors are not kept. ``copy_of`` gives the copies
+    on the host of feature maps that are there."""
 
     def __init__(
         self,
@@ -46,8 +62,11 @@ class Recomputed:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         resume_forward: ResumeForward,
+        copy_of: CopyOf | None = None,
     ) -> None:
         self._region, self._args, self._kwargs = region, args, kwargs
+        self._copy_of = copy_of
+        self._copies: list[HostCopy] = []  # those under way, until its inputs hold them
         self._tensors = tensors_in((args, kwargs))
         self._versions = _versions(self._tensors)
         # Versions are compared before the second forward: of other values it would save others.
@@ -65,9 +84,19 @@ class Recomputed:
         saved = SavedTensor()
         self._saved.append(weakref.ref(saved))
         self._kinds.append(_kind(tensor))
+        if self._copy_of is not None and self._enters(tensor):
+            copy = self._copy_of(tensor, True)
+            self._copies += [] if copy is None else [copy]
         return saved
 
-    def leave(self) -> None:
+    def _enters(self, tensor: Tensor) -> bool:
+        storage = storage_of(tensor)
+        entered = map(storage_of, self._tensors)
+        return storage is not None and any(
+            one is not None and one._cdata == storage._cdata for one in entered
+        )
+
+    def leave(self, output: Any) -> None:
         """Notes what must not change until the forward runs again."""
         self._state.leave()
         self._parameter_versions = _versions(self._parameters)
@@ -76,6 +105,26 @@ class Recomputed:
                 f"unit {self._region.name!r} changes its input in place, so it cannot be "
                 f"recomputed from it: plan with {forbidding('recompute')}, or build it without"
             )
+        if self._copy_of is not None:
+            self._let_inputs_leave(self._copy_of)
+
+    def _let_inputs_leave(self, copy_of: CopyOf) -> None:
+        """Holds the copies on the host of what enters the region and is saved, where there are
+        any; what nobody saves the plan counts here, on the device."""
+        held: dict[int, _OnHost] = {}
+
+        def hold(tensor: Tensor) -> Tensor | _OnHost:
+            if id(tensor) not in held and (copy := copy_of(tensor, False)) is not None:
+                held[id(tensor)] = _OnHost(View(tensor, copy), tensor.requires_grad)
+            return held.get(id(tensor), tensor)
+
+        self._args, self._kwargs = map_only(Tensor, hold, (self._args, self._kwargs))
+        self._copies.clear()
+        # Of those on the host what tells of changes in place, in their stead.
+        self._tensors = [
+            held[id(tensor)].view.changes if id(tensor) in held else tensor
+            for tensor in self._tensors
+        ]
 
     def unpack(self, saved: SavedTensor) -> Tensor:
         """The tensor, by running the forward again unless that has happened in this backward."""
@@ -230,12 +279,13 @@ def _leaves(inputs: Any) -> Any:
     # What is one tensor stays one: attention takes another path where query, key and value are.
     made: dict[int, Tensor] = {}
 
-    def leaf(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
-        return made[id(tensor)]
+    def leaf(one: Tensor | _OnHost) -> Tensor:
+        if id(one) not in made:
+            tensor = one.back() if isinstance(one, _OnHost) else one.detach()
+            made[id(one)] = tensor.requires_grad_(one.requires_grad)
+        return made[id(one)]
 
-    return map_only(Tensor, leaf, inputs)
+    return map_only((Tensor, _OnHost), leaf, inputs)
 
 
 def _no_backward(_: Any) -> Tensor:

@@ -4,14 +4,16 @@ What autograd saves in between goes to the policy, which gives it back when back
 Regions lie inside the ends of a divided unit: what enters one is in the form that the unit needs.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...models.compiled import eager
 from ..redistribution.lazy import materialize
 
 
@@ -24,8 +26,8 @@ class Saver(Protocol):
     def unpack(self, packed: Any) -> Tensor:
         """The tensor again."""
 
-    def leave(self) -> None:
-        """The forward has left the region."""
+    def leave(self, output: Any) -> None:
+        """The forward has left the region with ``output``."""
 
 
 class Region:
@@ -93,9 +95,11 @@ Start = Callable[[Region, tuple[Any, ...], dict[str, Any]], Saver]
 
 
 class Regions:
-    """The regions of one model, and which of them a forward is in."""
+    """The regions of one model, and which of them a forward is in. ``around`` is what a forward of
+    the whole model needs besides."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._around = around
         self._open: list[tuple[Region, Saver, ExitStack]] = []
 
     def add(self, region: Region, start: Start, *, whole: bool) -> None:
@@ -111,7 +115,7 @@ class Regions:
                 context = ExitStack()
                 context.enter_context(caching_casts(False))
                 saver = start(region, args, kwargs)
-                context.enter_context(saved_tensors_hooks(saver.pack, saver.unpack))
+                context.enter_context(hooked(saver.pack, saver.unpack))
                 self._open.append((region, saver, context))
             return args, kwargs
 
@@ -120,7 +124,7 @@ class Regions:
             if self._open and self._open[-1][0] is region:
                 _, saver, context = self._open.pop()
                 context.close()
-                saver.leave()
+                saver.leave(output)
 
         first, last = region.modules[0], region.modules[-1]
         entry = first.register_forward_pre_hook(OfThisModel(enter), with_kwargs=True, prepend=whole)
@@ -135,15 +139,34 @@ class Regions:
         """Calls ``left()`` after each forward of ``module`` that may have a backward."""
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.is_grad_enabled():
+            # Of what is compiled as one, the inside is not told: a count would be compiled anew
+            # with each number.
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 left()
 
         module.register_forward_hook(OfThisModel(after))
 
-    def abandon(self) -> None:
-        """Leaves the regions that a forward has entered and, as it failed, not left."""
-        while self._open:
-            self._open.pop()[2].close()
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """A forward of the whole model. Where it fails, it leaves the regions that it has
+        entered."""
+        training = self._around() if torch.is_grad_enabled() else nullcontext()
+        with training:
+            try:
+                yield
+            finally:
+                while self._open:
+                    self._open.pop()[2].close()
+
+
+def hooked(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> AbstractContextManager[None]:
+    """``saved_tensors_hooks`` that torch.compile does not look into."""
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+        pack, unpack = eager(pack), eager(unpack)
+    context: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)
+    return context
 
 
 @contextmanager

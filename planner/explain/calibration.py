@@ -278,13 +278,23 @@ class _Run:
         if agrees or told.unexplained:
             return 1.0
         if not took(1 / MOST) <= target_s <= took(MOST):
-            what = "computed" if part == "compute" else f"communicated {LINK_NAMES[part]}"
-            raise InputError(
-                f"the run {what} for {seconds(target_s)} of a step, and predicted are "
-                f"{seconds(took(1.0))}, which no factor up to {MOST:g} explains: check that "
-                "profile and cluster are of these devices and links, or measure them anew"
-            )
+            raise InputError(self._inexplicable(part, target_s, took))
         return _solved(took, target_s, getattr(times, part), NEAR * self.step_s)
+
+    def _inexplicable(self, part: Part, target_s: float, took: Callable[[float], float]) -> str:
+        what = "computed" if part == "compute" else f"communicated {LINK_NAMES[part]}"
+        fixed_s = took(1 / MOST)
+        if part == "compute" and fixed_s > target_s:
+            return (
+                f"the run computed for {seconds(target_s)} of a step, and the executor's own work "
+                f"alone is predicted to take {seconds(fixed_s)}, as the probe measured it: the "
+                "machine was busy then, or is another one; probe, plan and launch anew"
+            )
+        return (
+            f"the run {what} for {seconds(target_s)} of a step, and predicted are "
+            f"{seconds(took(1.0))}, which no factor up to {MOST:g} explains: check that profile "
+            "and cluster are of these devices and links, or measure them anew"
+        )
 
     def _told(self, part: Part, times: MeasuredTimes) -> _MeasuredPart:
         found_s = sum(self.measured[name] for name in self.parts[part])

@@ -7,7 +7,8 @@ units (a block, or what it is made of): the one of fewest modules stands for the
 
 What units of a segment hold (``write_segments``): only what enters the segment and the output of
 its last unit stay from forward to backward, and outputs that units outside need. While a unit
-inside works in forward, the outputs of those before it that it or later ones need are there too.
+inside works in forward, the outputs of those before it that it or later ones need are there too,
+and what enters the segment, wherever it waits meanwhile.
 When backward reaches the last unit, all of the segment runs again from its input: the feature maps
 of all its units are made, one after the other, while the gradients of its output wait. Then
 backward goes down through it, and what a unit made is gone when its own backward is over.
@@ -91,15 +92,17 @@ def write_segments(structure: Structure, table: Table, decisions: Sequence[Optio
     if not any(option.segment for option in decisions):
         return
     for first, last in segments_of(decisions):
-        sources = (structure.ends[e][0] for e in structure.edges_into[first])
-        # Units that are recomputed keep their outputs, from which they may have to run on.
-        input_kept = all(decisions[source].memory == "recompute" for source in sources)
-        _write_segment(structure, table, first, last, input_kept)
+        _write_segment(structure, table, first, last)
+        away = [
+            structure.ends[e][0]
+            for e in structure.edges_into[first]
+            if decisions[structure.ends[e][0]].memory == "offload"
+        ]
+        for source in dict.fromkeys(away):
+            _write_offloaded_input(structure, table, source, last)
 
 
-def _write_segment(
-    structure: Structure, table: Table, first: int, last: int, input_kept: bool
-) -> None:
+def _write_segment(structure: Structure, table: Table, first: int, last: int) -> None:
     saved, recomputed, workspace = (
         table[FIELD[name]] for name in ("saved", "recomputed", "workspace")
     )
@@ -117,5 +120,15 @@ def _write_segment(
     table[FIELD["output_gradients"], first:last] = 0.0  # they wait at the segment's end only
     saved[here] -= gone
     workspace[here] += gone
-    if not input_kept:
-        saved[first] += table[FIELD["segment_input"], first]
+    saved[first] += table[FIELD["segment_input"], first]
+
+
+def _write_offloaded_input(structure: Structure, table: Table, source: int, last: int) -> None:
+    """What enters a segment from an offloaded unit is there until the segment's forward is over,
+    and from its second forward on, in which all of its units read it."""
+    output, beyond = table[FIELD["offloaded_output"], source], structure.last_use[source]
+    if beyond >= last:
+        return  # counted there for the unit that it enters last (``prefetch_overlap``)
+    table[FIELD["segment_outputs"], beyond + 1 : last + 1] += output
+    table[FIELD["segment_remade"], beyond + 1 : last + 1] += output
+    table[FIELD["segment_rerun"], last] += output

@@ -17,8 +17,10 @@ addition in the model's own code) between the ones that have some. It does so fo
 maps as well, both ways: a unit's leave for the host while the next ``COPIES_AHEAD`` units that may
 be offloaded are updated and run forward, and are called back when backward is at the last of these;
 they are there while those and whatever stands between them work. The executor waits where it would
-be at more units. A unit takes these bytes by its own decision, so the points of the timeline stay
-sums over units: a point gets a multiple of a field of each unit that overlaps it.
+be at more units. A unit's output is there until the last unit that it enters has run forward, and
+again from that one's backward on. A unit takes these bytes by its own decision, so the points of
+the timeline stay sums over units: a point gets a multiple of a field of each unit that overlaps
+it.
 """
 
 from collections import deque
@@ -128,7 +130,7 @@ def own_bytes(structure: Structure, k: int, option: Option | None = None) -> int
     return shard_bytes(unit, option.style, degree, structure.untied[k])
 
 
-NeighbourField = Literal["unsharded", "gradients_sent", "offloaded"]
+NeighbourField = Literal["unsharded", "gradients_sent", "offloaded", "offloaded_output"]
 OverlapPoint = Literal["neighbours_forward", "neighbours_backward", "neighbours_update"]
 
 
@@ -190,12 +192,20 @@ def _fully_sharded(structure: Structure) -> Iterator[_Overlapping]:
 
 
 def _offloaded(structure: Structure) -> Iterator[_Overlapping]:
-    """What is on its way at the next units that may be offloaded, and at all between."""
+    """What is on its way at the next units that may be offloaded, and at all between; of outputs
+    also what enters units after these."""
     waiting: deque[int] = deque(maxlen=COPIES_AHEAD)
+    far: list[int] = []
     for at, unit in enumerate(structure.profile.units):
-        for of in waiting:
-            yield "neighbours_update", "offloaded", at, of
-            yield "neighbours_forward", "offloaded", at, of
-            yield "neighbours_backward", "offloaded", at, of
+        far = [of for of in far if structure.last_use[of] >= at]
+        here: tuple[tuple[NeighbourField, int], ...] = (
+            *(("offloaded", of) for of in waiting),
+            *(("offloaded_output", of) for of in far if of not in waiting),
+        )
+        for field, of in here:
+            yield "neighbours_update", field, at, of
+            yield "neighbours_forward", field, at, of
+            yield "neighbours_backward", field, at, of
         if not unit.fixed and unit.whole.saved(1.0) > 0:
             waiting.append(at)
+            far.append(at)

@@ -112,12 +112,13 @@ class PerPhase(NamedTuple):
 
 class Neighbours(NamedTuple):
     """Bytes of one unit that are there while other units work (see ``prefetch_overlap``):
-    parameters that are whole only while they are used, their gradients on their way, and feature
-    maps on their way to the host or back."""
+    parameters that are whole only while they are used, their gradients on their way, feature maps
+    on their way to the host or back, and the unit's output among these."""
 
     unsharded: float = 0.0
     gradients_sent: float = 0.0
     offloaded: float = 0.0
+    offloaded_output: float = 0.0
 
 
 class UnitBytes(NamedTuple):

@@ -94,7 +94,7 @@ class MemoryModel:
             resident += own_input
         gone = saved - resident
         if option.memory == "recompute" and not option.segment:
-            resident += self.unsaved_input_bytes(k, option.layout, samples)
+            resident += self.unsaved_input_bytes(k, option, samples)
         trained, sizes = own.trained_bytes, self.sizes_bytes(k, option)
         largest = max((size for _, size in sizes), default=0)
         # Where nobody has measured what is new at once. What is not reached is never new: its zeros
@@ -110,13 +110,12 @@ class MemoryModel:
         part = gathered(self.model, k, option)
         sharded = 0 if many else part.saved  # a gradient of which the rank's part alone stays
         summed = self.summed_bytes(k, option.layout)
-        segment_input = output_gradients = 0.0
+        segment_input = output_gradients = away = 0.0
+        if option.memory == "offload":
+            away = self._kept_output(k, option, samples, gone)
         if option.segment:
             # What enters a unit and nobody saves for backward: a segment that begins there does.
-            units, edges = self.model.profile.units, self.model.profile.edges
-            entering = ((edges[e], self.model.ends[e][0]) for e in self.model.edges_into[k])
-            unsaved = (edge for edge, source in entering if not units[source].output_kept)
-            segment_input = samples * sum(edge.bytes_per_sample for edge in unsaved)
+            segment_input = self.unsaved_input_bytes(k, option, samples)
             after = self.model.passing_bytes[k + 1 : k + 2]  # none after the last unit
             output_gradients = samples * sum(after)
         return UnitBytes(
@@ -149,6 +148,7 @@ class MemoryModel:
                 unsharded=part.unsharded,
                 gradients_sent=part.gradients_sent,
                 offloaded=gone if option.memory == "offload" else 0.0,
+                offloaded_output=away,
             ),
         )
 
@@ -208,11 +208,7 @@ class MemoryModel:
         if k not in self._entering:
             self._entering[k] = self._entering_bytes(k)
         per_sample, share = self._entering[k]
-        whole = per_sample * samples
-        split = unit.split(option.style)
-        if option.style == "row" and split is not None:
-            # The largest member's part.
-            whole *= ceil(split.features / degree) / split.features
+        whole = per_sample * samples * self._input_part(k, option)
         # Counted to the units that made it, as if somebody kept it.
         return max(whole - unit.input_kept * samples / degree, 0.0) * share
 
@@ -314,30 +310,43 @@ class MemoryModel:
             return saved
         if option.memory == "offload":
             return 0.0
-        # A feature map counts to the unit that made it. What the next unit needs to run again, or
-        # has saved itself, is this unit's output: it stays where somebody saves it, or may have to
-        # run again from it.
-        if not self.keeps_output(k):
+        return self._kept_output(k, option, samples, saved)
+
+    def _kept_output(self, k: int, option: Option, samples: int, saved: float) -> float:
+        """Of the ``saved`` bytes those of the unit's output."""
+        # A feature map counts to the unit that made it, whoever saves it. What nobody saves is not
+        # among them (``unsaved_input_bytes``).
+        if not self.model.profile.units[k].output_kept:
             return 0.0
         whole = self.model.output_bytes_per_sample(k)[0] * samples
         return min(whole / option.layout.degree, saved)
 
-    def unsaved_input_bytes(self, k: int, layout: Layout, samples: int | None) -> float:
+    def unsaved_input_bytes(self, k: int, option: Option, samples: int | None) -> float:
         """What a unit that is recomputed keeps of its inputs beyond what is kept anyway: tensors
-        of the model's own code that nobody saves. A divided unit keeps its input in any case."""
-        if layout.degree > 1 or samples is None:
+        that nobody saves (a shortcut's sum; under autocast what is cast before it is saved)."""
+        # Of one that several units run again from, each counts all: more than there is, on the
+        # safe side.
+        if samples is None:
             return 0.0
-        units, edges = self.model.profile.units, self.model.profile.edges
-        entering = ((edges[e], units[self.model.ends[e][0]]) for e in self.model.edges_into[k])
-        # What a unit with modules makes counts there, as it may be recomputed too.
-        unsaved = (e for e, source in entering if source.fixed and not source.output_kept)
-        return samples * sum(edge.bytes_per_sample for edge in unsaved)
-
-    def keeps_output(self, k: int) -> bool:
-        """Whether somebody saves the unit's output for backward, or may run again from it."""
+        unit, edges = self.model.profile.units[k], self.model.profile.edges
+        if option.layout.degree > 1:
+            # It keeps its input as it came, whoever saves that: ``own_input_bytes`` has what it
+            # would save of it.
+            entering = sum(edges[e].bytes_per_sample for e in self.model.edges_into[k])
+            saved = entering if unit.input_saved is None else unit.input_saved
+            unsaved = max(entering - saved, 0.0) * samples * self._input_part(k, option)
+            return unsaved * self._entering_bytes(k)[1]
         units = self.model.profile.units
-        targets = (units[self.model.ends[e][1]] for e in self.model.edges_from[k])
-        return units[k].output_kept or any(unit.modules for unit in targets)
+        sources = ((edges[e], units[self.model.ends[e][0]]) for e in self.model.edges_into[k])
+        unsaved_edges = (edge for edge, source in sources if not source.output_kept)
+        return samples * sum(edge.bytes_per_sample for edge in unsaved_edges)
+
+    def _input_part(self, k: int, option: Option) -> float:
+        """The part of its input that a divided unit's largest member needs."""
+        split = self.model.profile.units[k].split(option.style)
+        if option.style != "row" or split is None:
+            return 1.0
+        return ceil(split.features / option.layout.degree) / split.features
 
     # -- all units of a position -----------------------------------------------------------------
 

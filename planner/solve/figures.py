@@ -148,17 +148,15 @@ class UnitFigures:
         found[:, AT["host"]] = self.model.host_s(k, "recompute")
         for link in LINKS:
             found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
-        whole = self.model.output_bytes_per_sample(k)[0] * self.memory.keeps_output(k)
-        output = np.array([
-            whole * (self.samples(layout) or 0) / layout.degree for layout, _ in states
-        ])  # fmt: skip
+        output = self._kept_output(k, states)
         # What stays is ``MemoryModel._resident`` and the unit's gathered input.
         gathered = self._gathered(k, states)
         resident = np.minimum(output, plain[:, AT["saved"]] - gathered) + gathered
         found[:, AT["recomputed"]] = plain[:, AT["saved"]] - resident
         found = self._with_resident(found, resident, states)
         found[:, AT["saved"]] += [
-            self.memory.unsaved_input_bytes(k, layout, self.samples(layout)) for layout, _ in states
+            self.memory.unsaved_input_bytes(k, Option(*state), self.samples(state[0]))
+            for state in states
         ]
         return found
 
@@ -175,7 +173,19 @@ class UnitFigures:
         found[:, AT["backward"]] += copy_s
         found[:, AT["host"]] = self.model.host_s(k, "offload")
         found[:, AT["offloaded"]] = plain[:, AT["saved"]]
+        found[:, AT["offloaded_output"]] = np.minimum(
+            self._kept_output(k, states), plain[:, AT["saved"]]
+        )
         return self._with_resident(found, np.zeros(len(states)), states)
+
+    def _kept_output(self, k: int, states: Sequence[State]) -> Reals:
+        """Bytes of a unit's output, if somebody saves it, by state."""
+        kept = self.model.profile.units[k].output_kept
+        whole = self.model.output_bytes_per_sample(k)[0] * kept
+        found: Reals = np.array([
+            whole * (self.samples(layout) or 0) / layout.degree for layout, _ in states
+        ])  # fmt: skip
+        return found
 
     def _with_resident(self, found: Reals, resident: Reals, states: Sequence[State]) -> Reals:
         """The figures where only ``resident`` bytes of feature maps stay until backward."""

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from copying_host import CopyingHost
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.release import ReleasedGradient
 from meshwright.executor.memory import offload as hosts
@@ -30,31 +31,6 @@ from reference import optimizer_of
 from torch import Tensor, nn
 
 SLICE = 2**14
-
-
-class CopyingHost:
-    """Copies storages about as a device's host would, so that the way is tested without one."""
-
-    def __init__(self) -> None:
-        self.device, self.sent_bytes = torch.device("cpu"), 0
-
-    def send(self, flat: Tensor) -> Any:
-        self.sent_bytes += flat.numel()
-        return Copied(flat.clone())
-
-
-class Copied:
-    def __init__(self, there: Tensor) -> None:
-        self.there = there
-
-    def leave(self) -> None:
-        """What was copied is not held here."""
-
-    def prefetch(self) -> None:
-        self.here = self.there.clone()
-
-    def wait(self) -> Tensor:
-        return self.here
 
 
 def with_dropout(model: nn.Module) -> nn.Module:

@@ -170,7 +170,7 @@ def test_both_sides_have_as_many_copies_under_way(monkeypatch):
         regions = [Region(name, [nn.Linear(1, 1)]) for name in names]
         savers = []
         for region in regions:
-            savers.append(offload.start(region, (), {}))
+            savers.append(offload.start(region, (), {}, whole=True))
             staying.append(sum(not view.copy.gone for view in views))
             views.append(savers[-1].pack(torch.zeros(1024)))
             offload.unit_left()

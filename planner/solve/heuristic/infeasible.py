@@ -114,7 +114,8 @@ def _memory_report(
     found = [_more_micro_batches(problems[-1], evidence, deadline)]
     found.append(_smaller_batch(problems[-1], evidence, deadline))
     if closest.limit is not None:
-        found.append(more_memory(int(closest.limit), proved=closest.proved))
+        own = problems[-1].goal.memory_limit_bytes is None
+        found.append(more_memory(int(closest.limit), proved=closest.proved, own=own))
     return _tightest(closest.choice)._replace(
         relaxations=tuple(change for change in found if change is not None),
         enlargement=more_nodes(problems[-1], evidence, deadline),
@@ -297,13 +298,17 @@ def rounded_up(value: float) -> float:
     return float(rounding.create_decimal(str(float(value))))
 
 
-def more_memory(needed_bytes: int, *, proved: bool) -> Relaxation:
-    """That many bytes on each rank."""
+def more_memory(needed_bytes: int, *, proved: bool, own: bool) -> Relaxation:
+    """That many bytes on each rank. Where devices' ``own`` memory is the limit, no option gives
+    them more: there it plans for other devices."""
     limit = f"{ceil(needed_bytes / 2**20 * 10) / 10:.1f}MiB"
-    option = f"(--memory-limit {limit}, memory_limit_bytes={needed_bytes})"
+    option = f"--memory-limit {limit}, memory_limit_bytes={needed_bytes}"
     count = f"{needed_bytes:,} bytes per rank"
     words = f"at least {count}" if proved else f"{count}, which is enough"
-    return Relaxation("memory_limit_bytes", needed_bytes, f"allow {words} {option}", proved)
+    sentence = f"allow {words} ({option})"
+    if own:
+        sentence = f"take devices that have {words} (to plan for such: {option})"
+    return Relaxation("memory_limit_bytes", needed_bytes, sentence, proved)
 
 
 def higher(what: str, least: float, *, proved: bool) -> Relaxation:

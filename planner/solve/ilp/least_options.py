@@ -9,18 +9,20 @@ other in its place, and holds no more.
 
 from collections.abc import Sequence
 from math import inf
+from typing import get_args
 
 import numpy as np
 
 from ...cost.budget import gpu_seconds_limit, lost_energy
 from ...cost.cost import CostModel
+from ...memory.prefetch_overlap import NeighbourField
 from ...memory.rows import AT, MEMORY_POINTS, OWN_BACKWARD, OWN_BYTES, UPDATE, Matrix, rows
 from ...schema.options import Option
 from ..option_table import OptionTable
 from ..problem import Problem
 from .memory_rows import memory_classes
 
-COUNTED_APART = [AT[name] for name in ("bucketed", "unsharded", "gradients_sent", "offloaded")]
+COUNTED_APART = [AT["bucketed"], *(AT[name] for name in get_args(NeighbourField))]
 """Bytes that others' points may have, and those that fill buckets."""
 
 

@@ -263,6 +263,14 @@ def test_sizes_that_do_not_fit_say_so(meshwright, vgg_file, cluster_file):
     assert "are available" in rows[0]["why"]
 
 
+def test_no_size_that_fits_is_no_success(meshwright, profile_file, cluster_file):
+    base = ("plan", profile_file, "-c", cluster_file, "--batch", 256, "--memory-limit", "1kB")
+    done = meshwright(*base, "--solver", "heuristic", "--ranks", "2,4", "--allow-lossy")
+    assert done.code == 3
+    assert "are available" in " ".join(done.out.split())
+    assert "--allow-lossy: rows may be of plans that change the training" in done.err
+
+
 @pytest.mark.slow
 def test_the_front_falls(meshwright, vgg_file, tmp_path):
     links = tmp_path / "fast.json"

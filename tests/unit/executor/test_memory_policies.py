@@ -4,16 +4,21 @@ import copy
 import gc
 import itertools
 import weakref
+from dataclasses import dataclass
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from meshwright.executor.memory import offload
 from meshwright.executor.memory.install import check_memory, install_memory
+from meshwright.executor.memory.regions import OfThisModel
 from meshwright.models.units.storages import peak_bytes
 from meshwright.planner.schema.errors import InputError, RunError
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import UnitPlan
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 CPU = torch.device("cpu")
 
@@ -104,7 +109,18 @@ def nothing():
 def install(model, units):
     plan = Plan(units)
     check_memory(model, plan, CPU)
-    return install_memory(model, plan, CPU, lambda: 0, nothing)
+    regions, open_ = install_memory(model, plan, CPU, lambda: 0, nothing), []
+
+    def enter(*_):
+        open_.append(regions.around())
+        open_[-1].__enter__()
+
+    def leave(*_):
+        open_.pop().__exit__(None, None, None)
+
+    model.register_forward_pre_hook(OfThisModel(enter), prepend=True)
+    model.register_forward_hook(OfThisModel(leave), always_call=True)
+    return regions
 
 
 @pytest.fixture
@@ -276,9 +292,19 @@ def test_memory_falls_with_what_is_recomputed():
     assert steps[0] == pytest.approx(steps[1], rel=0.05)
 
 
+OFF = "offload"
+
+
+def chain(memory):
+    """Units of which each makes two tensors that are saved, and their policies."""
+    each = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Sigmoid()) for _ in memory)
+    units = [unit(tuple(f"{i}.{j}" for j in range(3)), policy) for i, policy in enumerate(memory)]
+    return nn.Sequential(*each), units
+
+
 def test_offload_calls_the_unit_before_back_early(host):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    install(model, [unit((f"{i}.0", f"{i}.1"), "offload") for i in range(3)])
+    model, units = chain([OFF] * 3)
+    install(model, units)
     out = model(torch.randn(256, 64))
     assert host.told == []
     seen = []
@@ -290,20 +316,16 @@ def test_offload_calls_the_unit_before_back_early(host):
 
 
 def chained(host, memory):
-    """Units that save two tensors each, by their policies; what stays on the device as each forward
-    ends, and how many have come back as each gradient of a weight is there."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in memory))
-    units = [unit((f"{i}.0", f"{i}.1"), policy) for i, policy in enumerate(memory)]
+    """What stays on the device as each unit's forward ends, and how many have come back as each
+    gradient of a weight is there."""
+    model, units = chain(memory)
     install(model, units)
     staying, back = [], []
     for one in model:
-        one[1].register_forward_hook(lambda *_: staying.append(host.staying))
+        one[2].register_forward_hook(lambda *_: staying.append(host.staying))
         one[0].weight.register_post_accumulate_grad_hook(lambda _: back.append(len(host.told)))
     model(torch.randn(256, 64)).sum().backward()
     return staying, back
-
-
-OFF = "offload"
 
 
 def test_copies_of_one_unit_are_under_way_beside_the_one_at_work(host):
@@ -317,7 +339,194 @@ def test_units_that_keep_end_copies_too(host):
     """The plan counts what is under way at the next unit only, whatever becomes of that."""
     staying, back = chained(host, [OFF, "keep", "keep", OFF])
     assert staying == [2, 0, 0, 2]
-    assert back == [0, 0, 0, 2]  # as it is needed, two units being between
+    # As they are needed: what the first unit leaves by the one after it, too.
+    assert back == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("after", ["keep", "recompute", OFF])
+@pytest.mark.parametrize("before", ["keep", "recompute", OFF])
+def test_what_becomes_of_a_feature_map_says_the_unit_that_made_it(before, after, host):
+    """Whoever saves it: once on the host, and nowhere else, or not there at all."""
+    model, units = chain([before, after])
+    install(model, units)
+    left, sent = [], []
+    model[0].register_forward_hook(
+        lambda m, a, out: left.append(weakref.ref(out.untyped_storage()))
+    )
+    model[1].register_forward_pre_hook(lambda *_: sent.append(host.sent_bytes))
+    out = model(torch.randn(256, 64))
+    gc.collect()
+    one = 256 * 64 * 4
+    assert sent == [2 * one * (before == OFF)]
+    # The second unit has sent its own two, and not what enters it.
+    assert host.sent_bytes == sent[0] + 2 * one * (after == OFF)
+    assert (left[0]() is None) == (before == OFF)
+    out.sum().backward()
+
+
+class Between(nn.Module):
+    """What units make is saved by functions between them, changed in place, and used far later."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        y = self.norm(x)
+        hidden = nn.functional.gelu(self.up(y))
+        inner = self.drop(self.down(hidden)).relu_()
+        return x + inner * self.gate(y).sigmoid()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_numbers_are_those_of_keep_however_policies_are_mixed(seed, host):
+    random = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    kept = nn.Sequential(Between(), Between(), Between())
+    model = copy.deepcopy(kept)
+    leaves = [f"{i}.{leaf}" for i in range(3) for leaf in ("norm", "up", "down", "drop", "gate")]
+    policies = random.choice(["keep", "recompute", OFF], len(leaves))
+    units = [unit((leaf,), str(policy)) for leaf, policy in zip(leaves, policies, strict=True)]
+    # One that is recomputed must not find its input changed in place.
+    install(model, [u for u in units if not (u.name.endswith("drop") and u.memory != OFF)])
+    found = []
+    for one in (kept, model):
+        torch.manual_seed(seed)
+        x = torch.randn(64, 32, requires_grad=True)
+        outs = [one(x), one(2 * x)]  # two forwards before their backwards
+        for out in outs:
+            out.square().mean().backward()
+        found.append({"x": x.grad, **{name: p.grad for name, p in one.named_parameters()}})
+    same(*found)
+    assert host.sent_bytes
+
+
+class Changed(nn.Module):
+    """What a unit has made is saved, and changed in place before backward."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.a, self.b, self.after = nn.Linear(32, 32), nn.Linear(32, 32), after
+
+    def forward(self, x):
+        y = self.a(x)
+        z = self.b(y) if self.after else y * y
+        y.mul_(0.5)
+        return z + y
+
+
+@pytest.mark.parametrize("after", [None, "keep", "recompute"])
+def test_what_is_changed_in_place_after_it_was_saved_is_told(after, host):
+    """Whoever saved it; on the host are values that it no longer has, or never had."""
+    model = Changed(after)
+    units = [unit(("a",), OFF), *([unit(("b",), after)] if after == "recompute" else [])]
+    install(model, units)
+    loss = model(torch.randn(64, 32)).sum()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|enters it was chang"):
+        loss.backward()
+
+
+class Conjugated(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x).conj()
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x * self.weight).abs()
+
+
+class Gates(nn.Module):
+    """Parts of one memory that count their changes each by itself."""
+
+    def forward(self, x):
+        a, b = torch.unsafe_chunk(2 * x, 2, dim=1)
+        return a.sigmoid_() * b.tanh_()
+
+
+@dataclass
+class Box:
+    tensor: torch.Tensor
+
+
+class Boxed(nn.Module):
+    def forward(self, x):
+        return Box(x.tanh())
+
+
+class Opened(nn.Module):
+    def forward(self, box):
+        return box.tensor.square()
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        pytest.param((Conjugated(), Weighted()), id="conjugated"),
+        pytest.param((Gates(), nn.Tanh()), id="parts"),
+        pytest.param((Boxed(), Opened()), id="boxed"),
+    ],
+)
+@pytest.mark.parametrize("after", ["keep", OFF])
+def test_values_are_those_that_were_saved(units, after, host):
+    kept = nn.Sequential(nn.Linear(64, 64), *copy.deepcopy(units))
+    model = copy.deepcopy(kept)
+    install(model, [unit(("1",), OFF), unit(("2",), after)])
+    x, found = torch.randn(64, 64), []
+    for one in (kept, model):
+        one(x).square().mean().backward()
+        found.append({name: p.grad for name, p in one.named_parameters()})
+    same(*found)
+
+
+def test_what_leaves_a_unit_in_an_object_is_its_own(host):
+    model = nn.Sequential(Boxed(), Opened())
+    install(model, [unit(("0",), OFF), unit(("1",), "keep")])
+    model(torch.randn(64, 64, requires_grad=True))
+    assert host.sent_bytes == 64 * 64 * 4
+
+
+class Vectors(nn.Module):
+    def forward(self, x):
+        return torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x)
+
+
+def test_offload_and_gathered_parameters_in_one_plan_are_refused(host):
+    gathered = msgspec.structs.replace(unit(("2",), "keep"), exchange="fully_sharded")
+    with pytest.raises(InputError, match=r"'0' is planned with memory 'offload' and unit '2'"):
+        check_memory(network(), Plan([unit(("0", "1"), OFF), gathered]), CPU)
+
+
+def test_what_cannot_be_together_with_offload_is_a_sentence(host):
+    model = nn.Sequential(nn.Linear(32, 32), Vectors())
+    regions = install(model, [unit(("0",), OFF)])
+    with pytest.raises(InputError, match=r"torch\.func's.*--forbid offload"), regions.around():
+        model.forward(torch.randn(64, 32))
+
+
+def test_what_is_compiled_between_offloaded_units_is_compiled_once(host):
+    kept, units = chain([OFF, "keep", OFF, "keep"])
+    model = copy.deepcopy(kept)
+    install(model, units)
+    counter = CompileCounterWithBackend("aot_eager")
+    for i in (1, 3):
+        model[i].compile(backend=counter)
+    x, graphs, found = torch.randn(256, 64), [], []
+    for _ in range(3):
+        model(x).square().mean().backward()
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[-1]
+    for one in (kept, model):
+        one.zero_grad()
+        one(x).square().mean().backward()
+        found.append({name: p.grad for name, p in one.named_parameters()})
+    same(*found)
 
 
 class Log(list):
@@ -437,12 +646,12 @@ def test_a_block_is_the_next_copys_only_when_its_own_has_been_started_back(pinne
 
 
 def test_views_of_one_storage_travel_once_and_keep_their_strides(host):
-    saver = offload.Offloaded([], host)
+    saver = offload.Offloaded(host)
     packed = torch.randn(32, 3, 64)
     q, k, v = packed.unbind(1)
     views = [saver.pack(t) for t in (q, k, v)]
-    saver.leave()
-    saver.free()
+    for view in views:
+        view.copy.leave()
     assert host.sent_bytes == packed.numel() * 4
     for view, tensor in zip(views, (q, k, v), strict=True):
         back = saver.unpack(view)
@@ -498,9 +707,8 @@ def test_nothing_of_a_forward_is_left():
 def test_a_failed_forward_leaves_no_hooks():
     model = network()
     regions = install(model, [unit(m) for m in UNITS])
-    with pytest.raises(RuntimeError, match="expected"):
+    with pytest.raises(RuntimeError, match="expected"), regions.around():
         model[0](torch.randn(4, 5, 8, 8))
-    regions.abandon()
     a = torch.randn(3, requires_grad=True)
     b = a.exp()
     assert b.grad_fn._raw_saved_result is not None

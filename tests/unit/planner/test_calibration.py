@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from meshwright.planner.explain.calibration import LEAST_STEPS, calibrate
-from meshwright.planner.schema.cluster import CollectiveCurve
+from meshwright.planner.schema.cluster import CollectiveCurve, StepOverhead
 from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
@@ -256,6 +256,14 @@ def test_a_report_that_tells_nothing_is_refused(measured, changes, sentence):
     plan, profile, links = exposed_case()
     with pytest.raises(InputError, match=sentence):
         calibrate(plan, report_of(plan, measured, **changes), profile, links)
+
+
+def test_a_probe_of_a_busy_machine_is_told_from_a_wrong_device():
+    """What the executor takes was measured as more than all that the run computed."""
+    plan, profile, links = exposed_case(overhead=StepOverhead(step_s=5 * compute_s()))
+    run = report_of(plan, figures(2 * compute_s(), 0.0, BYTES / RATE))
+    with pytest.raises(InputError, match=r"the executor's own work alone .* probe, plan and"):
+        calibrate(plan, run, profile, links)
 
 
 def test_a_report_of_another_plan_is_refused():

@@ -65,18 +65,20 @@ def test_recompute_runs_forward_again_and_keeps_the_output(model):
     assert found == {"saved": -freed, "workspace": freed, "recomputed": freed}
 
 
-def test_an_output_that_nobody_saves_does_not_stay_under_recompute(model):
-    again = HOME._replace(memory="recompute")
-    units = list(model.profile.units)
+def test_an_output_that_nobody_saves_stays_where_a_unit_runs_again_from_it(model):
+    """That is another tensor than what the unit which made it has saved."""
+    again, units = HOME._replace(memory="recompute"), list(model.profile.units)
 
-    def stays(kept, modules):
+    def stays(kept):
         units[1] = msgspec.structs.replace(units[1], output_kept=kept)
-        units[2] = msgspec.structs.replace(units[2], modules=modules)
-        other = msgspec.structs.replace(model.profile, units=tuple(units))
-        return holds(model.with_profile(other), again)["saved"]
+        other = model.with_profile(msgspec.structs.replace(model.profile, units=tuple(units)))
+        memory = MemoryModel(other)
+        return [memory.unit(k, again, 8).phases.saved for k in (1, 2)]
 
-    assert stays(True, ()) == stays(False, ("head",)) == 256 * 8  # the head may run again from it
-    assert stays(False, ()) == 0
+    output = 256 * 8
+    own, next_own = stays(True)
+    assert own == output
+    assert stays(False) == [0, next_own + output]
 
 
 def test_recompute_issues_the_inner_collectives_again(model):
@@ -103,6 +105,19 @@ def test_what_is_offloaded_leaves_and_comes_back_while_the_unit_after_it_is_at_w
         there = {(p.unit, p.phase): p.workspace for p in points}
         assert there[2, "backward"] == expected
         assert there[2, "forward"] == expected
+
+
+def test_an_offloaded_output_is_there_until_the_last_unit_that_it_enters(model):
+    units = [linear(name, 64, 64, saved=4096.0) for name in "abcd"]
+    made = chain_profile(units)
+    far = msgspec.structs.replace(made.edges[1], target="d")
+    made = msgspec.structs.replace(made, edges=(*made.edges, far))
+    away = HOME._replace(memory="offload")
+    found = model.with_profile(made)
+    table = rank_memory(found, (HOME, away, HOME, HOME, HOME, HOME))[0].memory
+    whole, output = 4096 * 8, 256 * 8
+    for point in ("neighbours_forward", "neighbours_backward", "neighbours_update"):
+        assert table.field(point).tolist() == [0, 0, whole, output, output, 0]
 
 
 def test_a_sharded_exchange_divides_state_and_update(model):

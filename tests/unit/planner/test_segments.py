@@ -3,6 +3,7 @@
 import re
 
 import msgspec
+import numpy as np
 import pytest
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.explain.compare import decision_text
@@ -122,7 +123,23 @@ def test_what_enters_a_segment_is_kept_for_it():
     forward, _ = maps(model, (HOME, HOME, segment, segment, HOME))
     assert [m for m, _ in forward] == [0, 1000, 1100, 1200, 1200]
     forward, _ = maps(model, (HOME, AGAIN, segment, segment, HOME))
-    assert [m for m, _ in forward] == [0, 100, 100, 200, 200]  # kept as what may run again
+    assert [m for m, _ in forward] == [0, 0, 100, 200, 200]  # by the segment, not by what made it
+
+
+def test_what_enters_a_segment_from_the_host_is_there_while_it_works():
+    made = profile(4)
+    model = cost(made)
+    away = HOME._replace(memory="offload")
+    segment = AGAIN._replace(segment=("u1", "u2", "u3"))
+
+    def beside(first):
+        (found,) = rank_memory(model, (HOME, first, segment, segment, segment, HOME))
+        names = "segment_outputs", "segment_remade", "segment_rerun"
+        return np.array([found.memory.field(name) for name in names])
+
+    # All that u0 made is under way while u1 works; its output is read until the segment ends.
+    more = beside(away) - beside(HOME)
+    assert more.tolist() == [[0, 0, 0, 100, 100, 0], [0, 0, 0, 100, 100, 0], [0] * 4 + [100, 0]]
 
 
 def test_all_of_a_segment_is_computed_again_before_its_last_backward():

@@ -294,6 +294,15 @@ def test_a_refusal_of_vgg16_needs_no_search_and_few_programs(monkeypatch):
     assert time.process_time() - start < 30
 
 
+def test_where_devices_lack_memory_no_option_is_said_to_give_it():
+    made = chain_profile([linear("a", 256, 256), linear("b", 256, 256)])
+    for limit, told in ((2**18, "allow at least"), (None, "take devices that have at least")):
+        links = cluster(2, memory_bytes=2**40 if limit else 2**18)
+        with pytest.raises(InfeasibleError, match=told) as caught:
+            mw.plan(made, links, Goal(batch=2, memory_limit_bytes=limit), solver="integer")
+        assert "memory_limit_bytes=" in str(caught.value)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_least_memory_is_no_more_than_that_of_any_plan(seed):
     made = random_problem(seed, most=1_000)
