@@ -64,6 +64,8 @@ def compile_regions(model: nn.Module, run: Run) -> None:
 
     run.modules = tuple(model.modules())
     run.compiled = CompiledRegions(model, _broken(model, run.plan), prepare).install()
+    for module in run.compiled.modules:
+        run.regions.tell_as_one(module)
     # Compiled code may give one tensor as the gradient of several parameters.
     run.kernels.eager = not len(run.compiled)
 

@@ -342,6 +342,11 @@ class CompiledRegions:
     def __len__(self) -> int:
         return len(self._forwards)
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The module that each region is."""
+        return tuple(forward.module for forward in self._forwards)
+
     def install(self) -> Self:
         """Compiles the regions from now on."""
         for forward in self._forwards:

@@ -27,13 +27,6 @@ def check_memory(model: nn.Module, plan: Plan, device: torch.device) -> None:
             f"{str(device)!r} has no memory but the host's: plan with "
             f"{forbidding('offload')}"
         )
-    gathered = next((u for u in plan.units if u.exchange == "fully_sharded"), None)
-    if offloaded is not None and gathered is not None:
-        raise InputError(
-            f"unit {offloaded.name!r} is planned with memory 'offload' and unit {gathered.name!r} "
-            "with exchange 'fully_sharded', which cannot be in one plan: plan with "
-            f"{forbidding('offload')} or {forbidding('fully_sharded')}"
-        )
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     seen: set[tuple[str, ...]] = set()
     for segment, units in _segments(plan):

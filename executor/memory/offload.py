@@ -249,7 +249,9 @@ class Offloaded:
         lazy = tensor.is_conj() or tensor.is_neg()
         if not plain or lazy or tensor.device.type != self._host.device.type:
             return False
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
+        if storage is None:
+            return False
         # A storage that is gone may have left its number to another one, here and below.
         other = self._not_own.get(storage._cdata, _nothing)
         return storage.nbytes() >= LEAST_BYTES and other() is None
@@ -299,12 +301,13 @@ class Offloaded:
 
 
 def _key(tensor: Tensor) -> tuple[int, ...]:
-    # What is changed in place between two savings has another version, and is copied again. Parts
-    # that are no views (of ``unsafe_split``) each count their own changes.
+    # What is changed in place between two savings has another version, and is copied again.
     storage = tensor.untyped_storage()
-    if tensor._is_view() or tensor.nbytes == storage.nbytes():
+    base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+    if tensor._version == 0 or base.nbytes == storage.nbytes():
         return storage._cdata, tensor._version
-    return storage._cdata, tensor._version, int(tensor.storage_offset()), tensor.numel()
+    # Parts that are no views of each other (``unsafe_split``) each count their own changes.
+    return storage._cdata, tensor._version, int(base.storage_offset()), base.numel()
 
 
 class _Entered(NamedTuple):

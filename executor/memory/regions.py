@@ -101,6 +101,8 @@ class Regions:
     def __init__(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._around = around
         self._open: list[tuple[Region, Saver, ExitStack]] = []
+        self._left: Callable[[], None] | None = None
+        self._told = 0
 
     def add(self, region: Region, start: Start, *, whole: bool) -> None:
         """Lets ``start``'s savers look after every forward through ``region`` that may have a
@@ -137,14 +139,38 @@ class Regions:
 
     def tell(self, module: nn.Module, left: Callable[[], None]) -> None:
         """Calls ``left()`` after each forward of ``module`` that may have a backward."""
+        self._left = left
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            # Of what is compiled as one, the inside is not told: a count would be compiled anew
-            # with each number.
+            # Of what is compiled as one, the inside is not told: each number of units that have
+            # been left would be compiled anew.
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                left()
+                self._tell()
 
         module.register_forward_hook(OfThisModel(after))
+
+    def tell_as_one(self, module: nn.Module) -> None:
+        """From now on ``module`` is compiled as one, so its end stands for those of all units that
+        end in it."""
+        if self._left is None:
+            return
+        before = 0
+
+        def enter(module: nn.Module, args: Any) -> None:
+            nonlocal before
+            before = self._told
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled() and self._told == before:
+                self._tell()
+
+        module.register_forward_pre_hook(OfThisModel(enter))
+        module.register_forward_hook(OfThisModel(after))
+
+    def _tell(self) -> None:
+        assert self._left is not None
+        self._told += 1
+        self._left()
 
     @contextmanager
     def around(self) -> Iterator[None]:

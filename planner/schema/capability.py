@@ -75,8 +75,6 @@ class Capability(Record, frozen=True, kw_only=True):
         ):
             if value not in known:
                 return f"unit {unit.name!r} asks for {what} {value!r}"
-        if unit.exchange == "fully_sharded" and unit.memory == "offload":
-            return f"unit {unit.name!r} asks for offload and for exchange 'fully_sharded' at once"
         if unit.rounded and unit.lossy:
             return (
                 f"unit {unit.name!r} asks for exchange {unit.exchange!r} and wire format "
@@ -123,6 +121,7 @@ class Capability(Record, frozen=True, kw_only=True):
             reasons.append("the plan exchanges gradients by priority")
         if plan.local_steps is not None:
             reasons.append(self._refusal_apart(plan, plan.local_steps))
+        reasons.append(_offload_and_gathers(plan))
         return tuple(filter(None, reasons))
 
     def _refusal_apart(self, plan: Plan, local: LocalSteps) -> str | None:
@@ -149,6 +148,19 @@ class Capability(Record, frozen=True, kw_only=True):
             if unit.peers_per_host > 1:
                 return f"{asks} asks for an exchange by host"
         return None
+
+
+def _offload_and_gathers(plan: Plan) -> str | None:
+    """That a plan offloads and has parameters in shards, where it does."""
+    # Both look at all that a forward saves, and one hides it from the other.
+    away = next((u.name for u in plan.units if u.memory == "offload"), None)
+    gathered = next((u.name for u in plan.units if u.exchange == "fully_sharded"), None)
+    if away is None or gathered is None:
+        return None
+    return (
+        f"unit {away!r} asks for offload and unit {gathered!r} for exchange 'fully_sharded', which "
+        "cannot be in one plan"
+    )
 
 
 # All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name

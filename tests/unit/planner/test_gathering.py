@@ -1,18 +1,20 @@
 """Parameters that are whole only while used: what that saves and costs, when it is chosen."""
 
+import re
 from dataclasses import replace
 
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.memory.prefetch_overlap import UnshardedBytes, gathered
+from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.simulate.schedule import messages_of
 from meshwright.planner.simulate.slicing import by_urgency
-from meshwright.planner.solve.evaluate import decisions_of, evaluate, rank_memory
+from meshwright.planner.solve.evaluate import decisions_of, evaluate, make_plan, rank_memory
 from meshwright.planner.solve.heuristic.schedules import without_shards
 from meshwright.planner.solve.solver import solve
 
@@ -165,6 +167,16 @@ def test_offload_is_refused():
     option = Option(data_parallel(4), memory="offload", exchange="fully_sharded")
     with pytest.raises(InputError, match="offload"):
         model.unit(1, option)
+
+
+def test_offload_beside_parameters_in_shards_is_refused():
+    made = make_plan(model_of().profile, cluster(4), Goal(batch=4))
+    units = list(made.units)
+    for k, decision in ((1, {"memory": "offload"}), (2, {"exchange": "fully_sharded"})):
+        units[k] = msgspec.structs.replace(units[k], **decision)
+    plan = msgspec.structs.replace(made, units=tuple(units), schedule="priority")
+    (why,) = EVERYTHING.refusals(plan)
+    assert re.search(r"asks for offload and unit .* cannot be in one plan", why)
 
 
 def test_where_a_unit_is_fully_sharded_all_leave_as_they_get_ready():
