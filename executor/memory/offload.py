@@ -50,7 +50,7 @@ from ...models.units.storages import storage_of
 from ...planner.memory import prefetch_overlap
 from ...planner.schema.errors import InputError
 from ...planner.schema.pins import forbidding
-from ..redistribution.lazy import check_version, version_of
+from ..redistribution.lazy import LazyRedistributed, check_version, version_of
 from .regions import Region, hooked
 
 # What is smaller stays: a copy of it would take little but its latency.
@@ -230,6 +230,7 @@ class Offloaded:
         self._host, self._maker_of, self._tell_sent, self._tell_left = host, maker_of, sent, left
         self._before = [weakref.ref(one) for one in before]
         # Parameters and buffers are on the device anyway: a copy of them would free nothing.
+        entered = (t for t in entered if not isinstance(t, LazyRedistributed))
         storages = map(storage_of, (*lasting, *entered))
         self._not_own = {s._cdata: weakref.ref(s) for s in storages if s is not None}
         # Weak references throughout: only autograd's own reference to a View keeps a copy alive, so
@@ -244,10 +245,10 @@ class Offloaded:
 
     def makes(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory may leave: this forward has made it, and not for good."""
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not _is_plain(tensor) or tensor.layout is not torch.strided:
+            return False
         # Bytes do not say what is to be conjugated or negated as it is read.
-        lazy = tensor.is_conj() or tensor.is_neg()
-        if not plain or lazy or tensor.device.type != self._host.device.type:
+        if tensor.is_conj() or tensor.is_neg() or tensor.device.type != self._host.device.type:
             return False
         storage = storage_of(tensor)
         if storage is None:
@@ -298,6 +299,11 @@ class Offloaded:
             if copy is not None:
                 copy.prefetch()
         self._order = []
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # Others stand for memory that a look at them may have to make first (redistributed ones).
+    return type(tensor) is Tensor
 
 
 def _key(tensor: Tensor) -> tuple[int, ...]:
@@ -362,7 +368,7 @@ class Offload:
 
     def maker_of(self, tensor: Tensor) -> Offloaded | None:
         """The offloaded unit that has made the tensor's storage in the forward that runs."""
-        storage = storage_of(tensor) if self._made else None
+        storage = storage_of(tensor) if self._made and _is_plain(tensor) else None
         found = None if storage is None else self._made.get(storage._cdata)
         return found.maker if found is not None and found.storage() is not None else None
 

@@ -4,6 +4,7 @@ bit for bit, from fewer bytes."""
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from meshwright.models.units.storages import peak_bytes
 from meshwright.models.workload import Batch
 from meshwright.models.zoo.gpt import GPT, GPTShape
 from meshwright.planner.schema.errors import InputError
-from meshwright.planner.schema.plan import Plan, UnitPlan
+from meshwright.planner.schema.plan import MemoryPolicy, Plan, UnitPlan
 from plans import by_columns_and_rows, plan, plan_for, scheduled, unit
 from reference import optimizer_of
 from torch import Tensor, nn
@@ -254,14 +255,28 @@ def test_recompute_of_a_deep_residual_network(ranks):
     ranks(2)(recompute_is_keep, cases[:1], 1, "global", limit_s=280)
 
 
-def offload_is_keep(rank: int) -> None:
+def with_policies(made: Plan, policies: Sequence[MemoryPolicy]) -> Plan:
+    """The plan whose units with modules have these in turns."""
+    turns = itertools.cycle(policies)
+    return msgspec.structs.replace(
+        made,
+        units=tuple(
+            msgspec.structs.replace(unit, memory=next(turns)) if unit.modules else unit
+            for unit in made.units
+        ),
+    )
+
+
+def offload_is_keep(
+    rank: int, names: Sequence[str], policies: Sequence[MemoryPolicy], degree: int
+) -> None:
     host, before = CopyingHost(), hosts.host_of
-    for name in ("cnn-digits", "gpt-tiny"):
-        kept = trained(rank, name, "priority", "adamw", lambda made: made)
+    for name in names:
+        kept = trained(rank, name, "priority", "adamw", lambda made: made, degree)
         hosts.host_of = lambda device: host
         try:
             away = trained(
-                rank, name, "priority", "adamw", lambda made: decided(made, memory="offload")
+                rank, name, "priority", "adamw", lambda made: with_policies(made, policies), degree
             )
         finally:
             hosts.host_of = before
@@ -270,7 +285,18 @@ def offload_is_keep(rank: int) -> None:
 
 
 def test_offload_is_keep(ranks):
-    ranks(2)(offload_is_keep)
+    ranks(2)(offload_is_keep, ("cnn-digits", "gpt-tiny"), ("offload",), 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "policies"),
+    [
+        (("cnn-digits",), ("offload",)),
+        (("gpt-tiny",), ("offload", "recompute", "keep", "offload", "keep", "recompute")),
+    ],
+)
+def test_offload_of_divided_units(ranks, names, policies):
+    ranks(2)(offload_is_keep, names, policies, 2)
 
 
 def early_is_late(
