@@ -9,7 +9,10 @@ import pytest
 from meshwright.cli.render.advice import advice_sentence
 from meshwright.planner.explain.advice import Advice, Way
 from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
 from meshwright.planner.schema.record import load, save
+
+from tests.strategies import chain_profile, cluster, linear
 
 from .conftest import cluster_of
 
@@ -32,6 +35,56 @@ def test_the_ways_are_a_table_a_sentence_and_a_file(
     plan = tmp_path / "plan.json"
     assert meshwright("plan", *base, *rounded["options"], "-o", plan).code == 0
     assert load(Plan, plan).prediction.step_s == rounded["step_s"]
+
+
+def lossy_profile():
+    """Units whose gradients every exchange that loses something has been measured on."""
+    kept = {
+        "topk": (0.05, 0.97), "dropped": (0.5, 0.95), "low_rank": (0.02, 0.95),
+        "int8": (1.0, 0.9999),
+    }  # fmt: skip
+    curves = tuple(
+        FidelityProfile(exchange=exchange, ratios=(ratio,), kept=(share,))
+        for exchange, (ratio, share) in kept.items()
+    )
+    units = [
+        msgspec.structs.replace(
+            linear(f"fc{i}", 512, 512, 1e-4), fidelity=curves, gradient_energy=1.0
+        )
+        for i in range(3)
+    ]
+    made = chain_profile(units, features=512, updates=(("sgd", 1e-12),))
+    rates = (*kept, "bf16")
+    return msgspec.structs.replace(
+        made, compression=tuple(CompressionRate(exchange=r, seconds_per_byte=1e-10) for r in rates)
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "bytes_per_s", "changes"),
+    [
+        (4, 1, 2e6, "waiting algorithm"),
+        pytest.param(2, 2, 1e8, "rounding", marks=pytest.mark.slow),
+    ],
+)
+def test_every_way_is_planned_as_its_line_says(
+    meshwright, tmp_path, nodes, devices, bytes_per_s, changes
+):
+    profile, links = tmp_path / "profile.json", tmp_path / "cluster.json"
+    save(lossy_profile(), profile)
+    save(cluster(nodes, devices=devices, inter=bytes_per_s), links)
+    base = (profile, "-c", links, "--solver", "heuristic", "--time-limit", 2)
+    done = meshwright("advise", *base, "--batch", 64, "--json")
+    assert done.code == 0, done.err
+    ways = [way for way in json.loads(done.out)["ways"] if way["step_s"] is not None]
+    planned = [way for way in ways if way["options"] is not None]
+    assert {way["changes"] for way in planned} >= {"nothing", "batch", *changes.split()}
+    for way in planned:
+        batch = () if "--batch" in way["options"] else ("--batch", way["batch"])
+        made = meshwright("plan", *base, *batch, *way["options"], "--json")
+        assert made.code == 0, (way["options"], made.err)
+        step_s = json.loads(made.out)["prediction"]["step_s"]
+        assert step_s == pytest.approx(way["step_s"], rel=1e-6), way["options"]
 
 
 @pytest.mark.slow
