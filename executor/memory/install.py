@@ -84,13 +84,12 @@ def install_memory(
     # Not made where nothing is offloaded: it has a stream of its own.
     host = offloading.host_of(device) if offloaded else None
     offload = Offload(host, current_forward) if host is not None else None
-    regions = Regions(offload.around) if offload is not None else Regions()
-    copy_of = offload.known_or_new_copy if offload is not None else None
+    regions = Regions() if offload is None else Regions(offload.around, offload.unit_left)
 
     def recompute(
         region: Region, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Recomputed:
-        return Recomputed(region, args, kwargs, resume_later(), copy_of)
+        return Recomputed(region, args, kwargs, resume_later(), offload)
 
     # Units without modules have nothing to do again.
     unsegmented = [u for u in plan.units if not u.segment and u.memory != "keep" and u.modules]
@@ -107,5 +106,5 @@ def install_memory(
     if offload is not None:
         for unit in plan.units:
             if unit.modules:
-                regions.tell(model.get_submodule(unit.modules[-1]), offload.unit_left)
+                regions.tell(model.get_submodule(unit.modules[-1]))
     return regions

@@ -187,47 +187,50 @@ class View:
         self.changes = tensor.detach()
         self.changes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
-    def of(self, flat: Tensor) -> Tensor:
-        """The view of the bytes that have come back."""
+    def back(self) -> Tensor:
+        """The tensor, once its storage has come back."""
         check_version(self.changes, self._version)
+        flat = self.copy.wait()
         typed = torch.empty(0, dtype=self._dtype, device=flat.device)
         return typed.set_(flat.untyped_storage(), self._offset, self._size, self._stride)
 
 
-def staying(tensor: Tensor) -> tuple[Tensor, int]:
-    """Stands for a saved tensor that stays, with its version."""
+# What stands for a saved tensor: a view of what goes, or itself with its version.
+Packed = View | tuple[Tensor, int]
+
+
+def packed(tensor: Tensor, copy: HostCopy | None) -> Packed:
+    """Stands for a saved tensor whose bytes are in ``copy``, or stay."""
+    if copy is not None:
+        return View(tensor, copy)
     # Detached: were it the node's own output, it would keep its node alive for ever.
     return (tensor if tensor.is_leaf else tensor.detach()), version_of(tensor)
 
 
-def there(tensor: Tensor, version: int) -> Tensor:
-    """A saved tensor that has stayed."""
+def unpacked(one: Packed) -> Tensor:
+    """The tensor again."""
+    if isinstance(one, View):
+        return one.back()
+    tensor, version = one
     check_version(tensor, version)
     return tensor
 
 
-# What stands for a saved tensor.
-Packed = View | tuple[Tensor, int]
-
-
 class Offloaded:
-    """One forward through a region: ``made`` there are feature maps that leave the device, but for
-    the ``lasting`` tensors and what ``entered`` it. ``before`` are those of the same forward that
-    come back with it. ``sent`` is told of each copy to the host, ``left`` of what leaves the
-    region."""
+    """One forward through a region: what is made there leaves the device, but for the ``lasting``
+    tensors and what ``entered`` it. ``before`` are those of the same forward that come back with
+    it, ``left`` how many units had been left as it began."""
 
     def __init__(
         self,
-        host: Host,
+        offload: Offload,
         *,
         lasting: Iterable[Tensor] = (),
         entered: Iterable[Tensor] = (),
-        maker_of: Callable[[Tensor], Offloaded | None] = lambda tensor: None,
         before: Iterable[Offloaded] = (),
-        sent: Callable[[weakref.ref[HostCopy]], None] = lambda copy: None,
-        left: Callable[[Offloaded, Iterable[Tensor]], None] = lambda maker, tensors: None,
+        left: int = 0,
     ) -> None:
-        self._host, self._maker_of, self._tell_sent, self._tell_left = host, maker_of, sent, left
+        self._offload, self._host, self._left = offload, offload.host, left
         self._before = [weakref.ref(one) for one in before]
         # Parameters and buffers are on the device anyway: a copy of them would free nothing.
         entered = (t for t in entered if not isinstance(t, LazyRedistributed))
@@ -240,8 +243,7 @@ class Offloaded:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Sends the tensor's storage to the host, if it is of those that leave."""
-        copy = (self._maker_of(tensor) or self).copy_of(tensor)
-        return staying(tensor) if copy is None else View(tensor, copy)
+        return packed(tensor, (self._offload.maker_of(tensor) or self).copy_of(tensor))
 
     def makes(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory may leave: this forward has made it, and not for good."""
@@ -268,7 +270,7 @@ class Offloaded:
             copy = self._host.send(flat)
             self._sent[_key(tensor)] = weakref.ref(storage), weakref.ref(copy)
             self._order.append(weakref.ref(copy))
-            self._tell_sent(self._order[-1])
+            self._offload.note_sent(self._order[-1], self._left)
         return copy
 
     def known_copy_of(self, tensor: Tensor) -> HostCopy | None:
@@ -278,18 +280,17 @@ class Offloaded:
 
     def leave(self, output: Any) -> None:
         """The forward has left the region with ``output``."""
-        self._tell_left(self, tensors_in(output))
+        self._offload.note_made(self, tensors_in(output))
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, one: Packed) -> Tensor:
         """The tensor, once its storage has come back, and with it all that was made here."""
-        if not isinstance(packed, View):
-            return there(*packed)
-        self.prefetch()
-        for reference in self._before:
-            before = reference()
-            if before is not None:
-                before.prefetch()
-        return packed.of(packed.copy.wait())
+        if isinstance(one, View):
+            self.prefetch()
+            for reference in self._before:
+                before = reference()
+                if before is not None:
+                    before.prefetch()
+        return unpacked(one)
 
     def prefetch(self) -> None:
         """Starts the copies back."""
@@ -336,7 +337,7 @@ class Offload:
     [Note: A feature map is its maker's] and [Note: Copies in flight]."""
 
     def __init__(self, host: Host, current_forward: Callable[[], object]) -> None:
-        self._host, self._current_forward = host, current_forward
+        self.host, self._current_forward = host, current_forward
         self._left = 0
         self._near: deque[_Entered] = deque()
         self._in_flight: list[tuple[int, weakref.ref[HostCopy]]] = []
@@ -349,7 +350,7 @@ class Offload:
         """A forward of the whole model, in which code that nobody offloads saves tensors, too."""
         before, self._made = self._made, {}
         try:
-            with hooked(self._pack, _unpack):
+            with hooked(self._pack, unpacked):
                 yield
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
@@ -362,9 +363,7 @@ class Offload:
             self._made = before
 
     def _pack(self, tensor: Tensor) -> Packed:
-        maker = self.maker_of(tensor)
-        copy = None if maker is None else maker.copy_of(tensor)
-        return staying(tensor) if copy is None else View(tensor, copy)
+        return packed(tensor, self.copy_of(tensor))
 
     def maker_of(self, tensor: Tensor) -> Offloaded | None:
         """The offloaded unit that has made the tensor's storage in the forward that runs."""
@@ -372,13 +371,16 @@ class Offload:
         found = None if storage is None else self._made.get(storage._cdata)
         return found.maker if found is not None and found.storage() is not None else None
 
-    def known_or_new_copy(self, tensor: Tensor, saved: bool) -> HostCopy | None:
-        """The copy of a tensor that an offloaded unit has made, if it has been sent or is
-        ``saved`` now."""
+    def copy_of(self, tensor: Tensor) -> HostCopy | None:
+        """The copy on the host of a tensor that is saved; None where no offloaded unit has made
+        it, or it stays."""
         maker = self.maker_of(tensor)
-        if maker is None:
-            return None
-        return maker.copy_of(tensor) if saved else maker.known_copy_of(tensor)
+        return None if maker is None else maker.copy_of(tensor)
+
+    def known_copy_of(self, tensor: Tensor) -> HostCopy | None:
+        """The same where it has been sent already."""
+        maker = self.maker_of(tensor)
+        return None if maker is None else maker.known_copy_of(tensor)
 
     def start(
         self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], *, whole: bool
@@ -391,20 +393,22 @@ class Offload:
         near = [one.saver() for one in self._near if one.forward is forward]
         entered = tensors_in((args, kwargs))
         saver = Offloaded(
-            self._host,
+            self,
             lasting=[t for m in region.modules for t in (*m.parameters(), *m.buffers())],
             entered=entered if whole else (),
-            maker_of=self.maker_of,
             before=[one for one in near if one is not None],
-            sent=lambda copy: self._in_flight.append((left, copy)),
-            left=self._note,
+            left=left,
         )
         if not whole:
-            self._note(saver, entered)
+            self.note_made(saver, entered)
         self._near.append(_Entered(weakref.ref(saver), forward, left))
         return saver
 
-    def _note(self, maker: Offloaded, tensors: Iterable[Tensor]) -> None:
+    def note_sent(self, copy: weakref.ref[HostCopy], left: int) -> None:
+        """A copy is under way, whose maker began as so many units had been left."""
+        self._in_flight.append((left, copy))
+
+    def note_made(self, maker: Offloaded, tensors: Iterable[Tensor]) -> None:
         """Those of the tensors that ``maker`` has made are known from now on as its own."""
         for tensor in tensors:
             if self.maker_of(tensor) is None and maker.makes(tensor):
@@ -422,10 +426,6 @@ class Offload:
         for copy in waited_for:
             if copy is not None:
                 copy.leave()
-
-
-def _unpack(packed: Packed) -> Tensor:
-    return packed.of(packed.copy.wait()) if isinstance(packed, View) else there(*packed)
 
 
 def _ahead() -> int:

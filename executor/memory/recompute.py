@@ -22,14 +22,11 @@ from ...models.units.storages import storage_of, tensors_in
 from ...planner.schema.errors import InputError, RunError
 from ...planner.schema.pins import forbidding
 from ..redistribution.lazy import version_of
-from .offload import HostCopy, View
+from .offload import HostCopy, Offload, View
 from .regions import Region, caching_casts
 
 # Makes a forward the current one again, for a while.
 ResumeForward = Callable[[], AbstractContextManager[None]]
-# The copy on the host of a tensor, if its maker is offloaded and it is saved: here (True), or by
-# somebody before.
-CopyOf = Callable[[Tensor, bool], HostCopy | None]
 # No backward: autograd numbers them from 0 on, and says -1 outside of all.
 NO_TASK = -2
 
@@ -47,14 +44,10 @@ class _OnHost:
     def __init__(self, view: View, requires_grad: bool) -> None:
         self.view, self.requires_grad = view, requires_grad
 
-    def back(self) -> Tensor:
-        """The tensor on the device."""
-        return self.view.of(self.view.copy.wait())
-
 
 class Recomputed:
-    """One forward through a region whose saved tensors are not kept. ``copy_of`` gives the copies
-    on the host of feature maps that are there."""
+    """One forward through a region whose saved tensors are not kept. Where units are offloaded,
+    ``offload`` has the copies of what enters it."""
 
     def __init__(
         self,
@@ -62,12 +55,15 @@ class Recomputed:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         resume_forward: ResumeForward,
-        copy_of: CopyOf | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self._region, self._args, self._kwargs = region, args, kwargs
-        self._copy_of = copy_of
-        self._copies: list[HostCopy] = []  # those under way, until its inputs hold them
         self._tensors = tensors_in((args, kwargs))
+        self._offload = offload
+        # Copies under way, until its inputs hold them, and the storages that these have.
+        self._copies: list[HostCopy] = []
+        storages = map(storage_of, self._tensors if offload is not None else ())
+        self._entered = {storage._cdata for storage in storages if storage is not None}
         self._versions = _versions(self._tensors)
         # Versions are compared before the second forward: of other values it would save others.
         inner = region.inner()
@@ -84,17 +80,11 @@ class Recomputed:
         saved = SavedTensor()
         self._saved.append(weakref.ref(saved))
         self._kinds.append(_kind(tensor))
-        if self._copy_of is not None and self._enters(tensor):
-            copy = self._copy_of(tensor, True)
-            self._copies += [] if copy is None else [copy]
+        if self._offload is not None and (storage := storage_of(tensor)) is not None:
+            entered = storage._cdata in self._entered
+            if entered and (copy := self._offload.copy_of(tensor)) is not None:
+                self._copies.append(copy)
         return saved
-
-    def _enters(self, tensor: Tensor) -> bool:
-        storage = storage_of(tensor)
-        entered = map(storage_of, self._tensors)
-        return storage is not None and any(
-            one is not None and one._cdata == storage._cdata for one in entered
-        )
 
     def leave(self, output: Any) -> None:
         """Notes what must not change until the forward runs again."""
@@ -105,16 +95,16 @@ class Recomputed:
                 f"unit {self._region.name!r} changes its input in place, so it cannot be "
                 f"recomputed from it: plan with {forbidding('recompute')}, or build it without"
             )
-        if self._copy_of is not None:
-            self._let_inputs_leave(self._copy_of)
+        if self._offload is not None:
+            self._let_inputs_leave(self._offload)
 
-    def _let_inputs_leave(self, copy_of: CopyOf) -> None:
+    def _let_inputs_leave(self, offload: Offload) -> None:
         """Holds the copies on the host of what enters the region and is saved, where there are
         any; what nobody saves the plan counts here, on the device."""
         held: dict[int, _OnHost] = {}
 
         def hold(tensor: Tensor) -> Tensor | _OnHost:
-            if id(tensor) not in held and (copy := copy_of(tensor, False)) is not None:
+            if id(tensor) not in held and (copy := offload.known_copy_of(tensor)) is not None:
                 held[id(tensor)] = _OnHost(View(tensor, copy), tensor.requires_grad)
             return held.get(id(tensor), tensor)
 
@@ -281,7 +271,7 @@ def _leaves(inputs: Any) -> Any:
 
     def leaf(one: Tensor | _OnHost) -> Tensor:
         if id(one) not in made:
-            tensor = one.back() if isinstance(one, _OnHost) else one.detach()
+            tensor = one.view.back() if isinstance(one, _OnHost) else one.detach()
             made[id(one)] = tensor.requires_grad_(one.requires_grad)
         return made[id(one)]
 

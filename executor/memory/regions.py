@@ -96,12 +96,15 @@ Start = Callable[[Region, tuple[Any, ...], dict[str, Any]], Saver]
 
 class Regions:
     """The regions of one model, and which of them a forward is in. ``around`` is what a forward of
-    the whole model needs besides."""
+    the whole model needs besides, and ``left`` wants to be told of each unit that it has left."""
 
-    def __init__(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        self._around = around
+    def __init__(
+        self,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        left: Callable[[], None] | None = None,
+    ) -> None:
+        self._around, self._left = around, left
         self._open: list[tuple[Region, Saver, ExitStack]] = []
-        self._left: Callable[[], None] | None = None
         self._told = 0
 
     def add(self, region: Region, start: Start, *, whole: bool) -> None:
@@ -137,9 +140,8 @@ class Regions:
         end = last.register_forward_hook(hook, prepend=True, always_call=single)
         region.ends = entry.id, end.id
 
-    def tell(self, module: nn.Module, left: Callable[[], None]) -> None:
-        """Calls ``left()`` after each forward of ``module`` that may have a backward."""
-        self._left = left
+    def tell(self, module: nn.Module) -> None:
+        """Each forward of ``module`` that may have a backward leaves a unit."""
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             # Of what is compiled as one, the inside is not told: each number of units that have

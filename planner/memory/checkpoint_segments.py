@@ -93,12 +93,7 @@ def write_segments(structure: Structure, table: Table, decisions: Sequence[Optio
         return
     for first, last in segments_of(decisions):
         _write_segment(structure, table, first, last)
-        away = [
-            structure.ends[e][0]
-            for e in structure.edges_into[first]
-            if decisions[structure.ends[e][0]].memory == "offload"
-        ]
-        for source in dict.fromkeys(away):
+        for source in structure.sources_of((first,)):
             _write_offloaded_input(structure, table, source, last)
 
 
@@ -124,8 +119,8 @@ def _write_segment(structure: Structure, table: Table, first: int, last: int) ->
 
 
 def _write_offloaded_input(structure: Structure, table: Table, source: int, last: int) -> None:
-    """What enters a segment from an offloaded unit is there until the segment's forward is over,
-    and from its second forward on, in which all of its units read it."""
+    """What enters a segment from a unit that may be offloaded is there until the segment's forward
+    is over, and from its second forward on, until the first unit's backward has read it."""
     output, beyond = table[FIELD["offloaded_output"], source], structure.last_use[source]
     if beyond >= last:
         return  # counted there for the unit that it enters last (``prefetch_overlap``)

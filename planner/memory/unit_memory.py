@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,6 +55,16 @@ _QUANTITIES: tuple[Quantity, ...] = (
 )
 
 
+class _Entering(NamedTuple):
+    """Bytes of a sample of a unit's input: the ``whole``, what it saves of it, and the share of the
+    whole that no other unit may share. What may be shared is counted once for all of them
+    (``moved``)."""
+
+    whole: float
+    saved: float
+    unshared: float
+
+
 class MemoryModel:
     """What the units of a cost model hold, remembered by unit, option and samples."""
 
@@ -62,7 +73,7 @@ class MemoryModel:
         self._units: dict[tuple[int, Option, int | None], UnitBytes] = {}
         # A unit's many policies in one layout are of the same measured share.
         self._measured: dict[tuple[int, Style, int, int], tuple[float, ...]] = {}
-        self._entering: dict[int, tuple[float, float]] = {}
+        self._entering: dict[int, _Entering] = {}
         self._sizes: dict[tuple[int, Style, int], list[tuple[ParameterProfile, int]]] = {}
 
     @cached_property
@@ -110,9 +121,8 @@ class MemoryModel:
         part = gathered(self.model, k, option)
         sharded = 0 if many else part.saved  # a gradient of which the rank's part alone stays
         summed = self.summed_bytes(k, option.layout)
-        segment_input = output_gradients = away = 0.0
-        if option.memory == "offload":
-            away = self._kept_output(k, option, samples, gone)
+        away = gone if option.memory == "offload" else 0.0
+        segment_input = output_gradients = 0.0
         if option.segment:
             # What enters a unit and nobody saves for backward: a segment that begins there does.
             segment_input = self.unsaved_input_bytes(k, option, samples)
@@ -147,8 +157,8 @@ class MemoryModel:
             Neighbours(
                 unsharded=part.unsharded,
                 gradients_sent=part.gradients_sent,
-                offloaded=gone if option.memory == "offload" else 0.0,
-                offloaded_output=away,
+                offloaded=away,
+                offloaded_output=self._kept_output(k, option, samples, away),
             ),
         )
 
@@ -205,22 +215,21 @@ class MemoryModel:
         unit, degree = self.model.profile.units[k], option.layout.degree
         if degree == 1 or samples is None:
             return 0.0
-        if k not in self._entering:
-            self._entering[k] = self._entering_bytes(k)
-        per_sample, share = self._entering[k]
-        whole = per_sample * samples * self._input_part(k, option)
+        entering = self._entering_bytes(k)
+        whole = entering.saved * samples * self._input_part(k, option)
         # Counted to the units that made it, as if somebody kept it.
-        return max(whole - unit.input_kept * samples / degree, 0.0) * share
+        return max(whole - unit.input_kept * samples / degree, 0.0) * entering.unshared
 
-    def _entering_bytes(self, k: int) -> tuple[float, float]:
-        """Bytes of a sample of a unit's input, and the share of them that no other unit may share:
-        what may be shared is counted once for all of them (``moved``)."""
-        edges, into = self.model.profile.edges, self.model.edges_into[k]
-        saved = self.model.profile.units[k].input_saved
-        entering = sum(edges[e].bytes_per_sample for e in into)
-        unshared_bytes = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
-        share = unshared_bytes / entering if entering else 0.0
-        return entering if saved is None else saved, share
+    def _entering_bytes(self, k: int) -> _Entering:
+        if k not in self._entering:
+            edges, into = self.model.profile.edges, self.model.edges_into[k]
+            saved = self.model.profile.units[k].input_saved
+            whole = sum(edges[e].bytes_per_sample for e in into)
+            unshared = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
+            self._entering[k] = _Entering(
+                whole, whole if saved is None else saved, unshared / whole if whole else 0.0
+            )
+        return self._entering[k]
 
     def sizes_bytes(self, k: int, option: Option) -> list[tuple[ParameterProfile, int]]:
         """The unit's parameters that are trained, each with the bytes of a member's shard."""
@@ -328,15 +337,13 @@ class MemoryModel:
         # safe side.
         if samples is None:
             return 0.0
-        unit, edges = self.model.profile.units[k], self.model.profile.edges
         if option.layout.degree > 1:
             # It keeps its input as it came, whoever saves that: ``own_input_bytes`` has what it
             # would save of it.
-            entering = sum(edges[e].bytes_per_sample for e in self.model.edges_into[k])
-            saved = entering if unit.input_saved is None else unit.input_saved
-            unsaved = max(entering - saved, 0.0) * samples * self._input_part(k, option)
-            return unsaved * self._entering_bytes(k)[1]
-        units = self.model.profile.units
+            entering = self._entering_bytes(k)
+            unsaved = max(entering.whole - entering.saved, 0.0) * samples
+            return unsaved * self._input_part(k, option) * entering.unshared
+        units, edges = self.model.profile.units, self.model.profile.edges
         sources = ((edges[e], units[self.model.ends[e][0]]) for e in self.model.edges_into[k])
         unsaved_edges = (edge for edge, source in sources if not source.output_kept)
         return samples * sum(edge.bytes_per_sample for edge in unsaved_edges)

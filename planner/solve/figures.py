@@ -148,10 +148,9 @@ class UnitFigures:
         found[:, AT["host"]] = self.model.host_s(k, "recompute")
         for link in LINKS:
             found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
-        output = self._kept_output(k, states)
         # What stays is ``MemoryModel._resident`` and the unit's gathered input.
         gathered = self._gathered(k, states)
-        resident = np.minimum(output, plain[:, AT["saved"]] - gathered) + gathered
+        resident = self._kept_output(k, states, plain[:, AT["saved"]] - gathered) + gathered
         found[:, AT["recomputed"]] = plain[:, AT["saved"]] - resident
         found = self._with_resident(found, resident, states)
         found[:, AT["saved"]] += [
@@ -173,18 +172,15 @@ class UnitFigures:
         found[:, AT["backward"]] += copy_s
         found[:, AT["host"]] = self.model.host_s(k, "offload")
         found[:, AT["offloaded"]] = plain[:, AT["saved"]]
-        found[:, AT["offloaded_output"]] = np.minimum(
-            self._kept_output(k, states), plain[:, AT["saved"]]
-        )
+        found[:, AT["offloaded_output"]] = self._kept_output(k, states, plain[:, AT["saved"]])
         return self._with_resident(found, np.zeros(len(states)), states)
 
-    def _kept_output(self, k: int, states: Sequence[State]) -> Reals:
-        """Bytes of a unit's output, if somebody saves it, by state."""
+    def _kept_output(self, k: int, states: Sequence[State], saved: Reals) -> Reals:
+        """``MemoryModel._kept_output`` by state."""
         kept = self.model.profile.units[k].output_kept
         whole = self.model.output_bytes_per_sample(k)[0] * kept
-        found: Reals = np.array([
-            whole * (self.samples(layout) or 0) / layout.degree for layout, _ in states
-        ])  # fmt: skip
+        output = [whole * (self.samples(layout) or 0) / layout.degree for layout, _ in states]
+        found: Reals = np.minimum(np.array(output), saved)
         return found
 
     def _with_resident(self, found: Reals, resident: Reals, states: Sequence[State]) -> Reals:

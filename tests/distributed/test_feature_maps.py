@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from copying_host import CopyingHost
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.launch.train import run_steps
 from meshwright.executor.memory import offload as hosts
@@ -20,6 +19,8 @@ from meshwright.planner.schema.plan import MemoryPolicy
 from meshwright.planner.schema.precision import Precision
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.model import profile
+
+from tests.copying_host import CopyingHost
 
 
 def errors_of_mixed_policies(rank: int, name: str, precision: Precision) -> list[float]:

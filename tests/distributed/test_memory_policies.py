@@ -15,7 +15,6 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from copying_host import CopyingHost
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.release import ReleasedGradient
 from meshwright.executor.memory import offload as hosts
@@ -30,6 +29,8 @@ from meshwright.planner.schema.plan import MemoryPolicy, Plan, UnitPlan
 from plans import by_columns_and_rows, plan, plan_for, scheduled, unit
 from reference import optimizer_of
 from torch import Tensor, nn
+
+from tests.copying_host import CopyingHost
 
 SLICE = 2**14
 

@@ -20,41 +20,9 @@ from meshwright.planner.schema.plan import UnitPlan
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.copying_host import CopyingHost
+
 CPU = torch.device("cpu")
-
-
-class Copies:
-    """A host whose copies are plain ones; it counts them, what has come back, and what is on the
-    device while it is under way."""
-
-    def __init__(self):
-        self.device = CPU
-        self.sent_bytes = 0
-        self.told = []
-        self.staying = 0
-
-    def send(self, flat):
-        self.sent_bytes += flat.numel()
-        self.staying += 1
-        return Copy(flat, self)
-
-
-class Copy:
-    def __init__(self, here, host):
-        self.there, self.here, self.host = here.clone(), here, host
-
-    def leave(self):
-        if self.here is not None and self.there is not None:
-            self.here, self.host.staying = None, self.host.staying - 1
-
-    def prefetch(self):
-        if self.here is None:
-            self.host.told.append(self.there.numel())
-            self.here, self.there = self.there.clone(), None
-
-    def wait(self):
-        self.prefetch()
-        return self.here
 
 
 class Plan:
@@ -125,7 +93,7 @@ def install(model, units):
 
 @pytest.fixture
 def host(monkeypatch):
-    host = Copies()
+    host = CopyingHost()
     monkeypatch.setattr("meshwright.executor.memory.offload.host_of", lambda device: host)
     return host
 
@@ -273,7 +241,7 @@ def test_peak_falls(policy, host):
         segmented = [(f"{i}.{leaf}", (str(i),)) for i in range(6) for leaf in leaves]
         install(saving, [unit((name,), policy, segment) for name, segment in segmented])
     before, after = peak(kept, x), peak(saving, x)
-    if policy == "offload":  # what this host holds counts as memory too
+    if policy == "offload":
         assert host.sent_bytes > 0.4 * before
     else:
         assert after < 0.5 * before
@@ -498,7 +466,7 @@ def test_what_leaves_a_unit_in_an_object_is_its_own(host):
 
 
 def test_parts_that_are_unchanged_travel_once(host):
-    saver = offload.Offloaded(host)
+    saver = offload.Offloaded(offload.Offload(host, lambda: 0))
     made = torch.randn(3, 4096)
     views = [saver.pack(part) for part in torch.unsafe_chunk(made, 3)]
     assert len(views) == 3
@@ -690,7 +658,7 @@ def test_a_block_is_the_next_copys_only_when_its_own_has_been_started_back(pinne
 
 
 def test_views_of_one_storage_travel_once_and_keep_their_strides(host):
-    saver = offload.Offloaded(host)
+    saver = offload.Offloaded(offload.Offload(host, lambda: 0))
     packed = torch.randn(32, 3, 64)
     q, k, v = packed.unbind(1)
     views = [saver.pack(t) for t in (q, k, v)]
