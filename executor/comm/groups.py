@@ -76,6 +76,11 @@ class Group:
         return self.handle, self.opposite
 
     @property
+    def in_pairs(self) -> bool:
+        """Whether what is gathered goes as messages between two ranks."""
+        return self.ways is not None and self.size == 2
+
+    @property
     def ascending(self) -> bool:
         """Whether members are numbered as torch numbers them."""
         return list(self.ranks) == sorted(self.ranks)

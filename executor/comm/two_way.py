@@ -53,7 +53,7 @@ def gather_rows(rows: Tensor, own: Tensor, group: Group) -> Issued:
         # torch 2.13 renamed it; the old name warns there.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(into, mine, group=group.handle, async_op=True), [into, mine]
-    if group.ways is not None and group.size == 2:
+    if group.in_pairs:
         me = group.group_ranks[group.member]
         rows[me].view(-1).copy_(own.view(-1))
         # Bytes travel, so that every dtype does.

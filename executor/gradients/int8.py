@@ -18,7 +18,7 @@ from ...planner.simulate.slicing import SliceSpec
 from .buckets import GradParam
 from .feedback import LossyGradGroup
 from .flat_shard import flat
-from .slices import GatheredSlice, Slice
+from .slices import GatheredSlice, Slice, exact_slice
 
 # Elements that are turned at once: their copies stay in a cache. A multiple of ``INT8_BLOCK``.
 _PIECE = 2**18
@@ -160,7 +160,8 @@ class Int8Slice(GatheredSlice):
         elements = param.shared_bytes // param.parameter.element_size() // self.slice_spec.parts
         return param.group.size * message_bytes(elements) // 2
 
-    def take(self, messages: Sequence[Tensor], gradient: Tensor) -> None:
+    def take(self, messages: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        (gradient,) = gradients
         average(messages, flat(gradient)[self.elements])
 
 
@@ -169,8 +170,8 @@ class Int8GradGroup(LossyGradGroup):
 
     def _slice(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
         if params[0].whole:
-            return Slice(params, slice_spec)
-        return Int8Slice(params[0], slice_spec)
+            return exact_slice(params, slice_spec)
+        return Int8Slice(params, slice_spec)
 
     def start(self, one: Slice) -> None:
         if not isinstance(one, Int8Slice):

@@ -30,7 +30,7 @@ from .feedback import (
 from .flat_shard import flat
 from .momentum import Groups, Momentum
 from .pending import WaitingGradient, vacating
-from .slices import GatheredSlice, Slice
+from .slices import GatheredSlice, Slice, exact_slice
 
 STRIDE, SPARSE, SAMPLED_FROM = 61, 8, 10_000
 """Of parameters from ``SAMPLED_FROM`` elements on one in ``STRIDE`` is looked at for the threshold,
@@ -220,7 +220,7 @@ class TopkSlice(GatheredSlice):
     """Some elements of one parameter, with their numbers."""
 
     def __init__(self, param: GradParam) -> None:
-        super().__init__(param, SliceSpec((0,)))
+        super().__init__([param], SliceSpec((0,)))
         self._share = 0.0
 
     @property
@@ -241,7 +241,8 @@ class TopkSlice(GatheredSlice):
         """Says which share of the elements it will carry."""
         self._share = share
 
-    def take(self, messages: Sequence[Tensor], gradient: Tensor) -> None:
+    def take(self, messages: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        (gradient,) = gradients
         parts = [_unpacked(message, gradient.dtype) for message in messages]
         if isinstance(gradient, SparseGradient):
             gradient.parts = parts
@@ -265,7 +266,7 @@ class TopkGradGroup(LossyGradGroup):
 
     def _slice(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
         if params[0].whole:
-            return Slice(params, slice_spec)
+            return exact_slice(params, slice_spec)
         one = TopkSlice(params[0])
         one.expect(params[0].ratio)
         return one

@@ -150,6 +150,44 @@ def test_a_quarter_of_the_bytes_travels_between_two_ranks(ranks):
     assert short == exact // 4 * (1 + 4 / 256)
 
 
+def leaves_in_one_line(rank: int, exchange: str, message_bytes: int) -> None:
+    """No sum of the library's, which would come behind the messages: biases and scales, cut into
+    slices too, are exact means all the same."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 4))
+    alone = twin(model)
+    units = [unit(name, 1, "none", 2) for name in "012"]
+    chosen = with_exchange(plan(2, units, message_bytes=message_bytes), exchange, 0.5)
+    apply(model, torch.optim.SGD(model.parameters(), lr=0.1), chosen, timeout_s=20)
+    world = run_of(model).world
+    gradients, sums = world.gradients[1], []
+    own = dist.all_reduce
+
+    def seen(*args: object, group: object = None, **options: object) -> object:
+        if group in (gradients.handle, gradients.opposite):
+            sums.append(args)
+        return own(*args, group=group, **options)
+
+    dist.all_reduce = seen
+    try:
+        for seed in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * seed + rank))
+            for each in (model, alone):
+                each.zero_grad()
+                each(x).square().mean().backward()
+            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                if q.ndim == 1:
+                    assert torch.equal(p.grad * 1, mean_of(q.grad)), (name, seed)
+    finally:
+        dist.all_reduce = own
+    assert not sums
+
+
+@pytest.mark.parametrize("message_bytes", [100, 2**20])
+@pytest.mark.parametrize("exchange", ["int8", "topk"])
+def test_what_is_sent_whole_leaves_in_line_with_the_messages(ranks, exchange, message_bytes):
+    ranks(2)(leaves_in_one_line, exchange, message_bytes)
+
+
 def test_units_that_leave_ranks_idle_are_refused_by_name():
     chosen = in_eight_bits(2)
     units = list(chosen.units)
