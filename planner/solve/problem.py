@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from math import inf
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -39,7 +40,8 @@ class Problem:
     whose objective is within ``tie_tolerance`` of the best (a share) the simpler is taken. Where
     nothing fits, the answer ``explains`` why, which takes seconds. With ``even`` all ranks get
     equal shares of the batch, however fast they are. A search that has taken long may end with a
-    plan that is at most the share ``good_enough`` from the best."""
+    plan that is at most the share ``good_enough`` from the best, and one may find nothing where no
+    plan has an objective of at most ``wanted_s``."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -55,6 +57,7 @@ class Problem:
     explains: bool = True
     even: bool = False
     good_enough: float = 0.0
+    wanted_s: float = inf
     # A problem is the same whoever is told how far it is.
     progress: Progress | None = field(default=None, compare=False)
 

@@ -68,12 +68,11 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
         plain, sharded = without_shards(allowed), without_shards(allowed, SHARDING[1:])
         found = search(plain)
         if found.plan is not None and offloads(found.plan) and plain is not allowed:
-            instead = (without_offload(sharded), without_offload(allowed))
-            return _better_of(problem, found, _first_plan(instead, search))
+            return _better_of(problem, found, _in_shards_instead(sharded, allowed, found, search))
         if found.plan is not None:
             if plain is allowed or not _quicker_in_shards(problem, found, found.plan):
                 return found
-            other = search(sharded)
+            other = search(_if_clearly_better(sharded, found))
             if other.plan is None or not clearly_better(problem, other.plan.prediction, found.plan):
                 return found
             return _with_reason(
@@ -129,6 +128,14 @@ def _first_plan(problems: Iterable[Problem], search: Search) -> Result | None:
     return next((result for result in results if result.plan is not None), None)
 
 
+def _if_clearly_better(problem: Problem, found: Result) -> Problem:
+    """The problem, of which a plan is wanted only where it may be clearly better than what was
+    found."""
+    # By formula, which predictions are near to: half of what they must differ by.
+    assert found.objective_s is not None
+    return replace(problem, wanted_s=found.objective_s * (1 - WORTHWHILE / 2))
+
+
 def without_offload(problem: Problem) -> Problem:
     """The problem where nothing is offloaded, the same one where that is not allowed anyway."""
     # A unit cannot be offloaded and have its parameters sharded: ``choices.may_gather``.
@@ -141,11 +148,28 @@ def offloads(plan: Plan) -> bool:
     return any(unit.memory == "offload" for unit in plan.units)
 
 
-def _better_of(problem: Problem, offloaded: Result, other: Result | None) -> Result:
+def _in_shards_instead(
+    sharded: Problem, allowed: Problem, offloaded: Result, search: Search
+) -> Result:
+    """What is found without offload, by ``allowed`` exchanges and if those do by ``sharded`` ones:
+    a plan only where one may be clearly better than the one that offloads."""
+    # What allows most is asked first: mostly it has no such plan, which is quick to prove.
+    assert offloaded.plan is not None
+    found = search(_if_clearly_better(without_offload(allowed), offloaded))
+    better = found.plan is not None and clearly_better(
+        allowed, found.plan.prediction, offloaded.plan
+    )
+    if sharded is allowed or not better:
+        return found
+    simpler = search(_if_clearly_better(without_offload(sharded), offloaded))
+    return found if simpler.plan is None else simpler
+
+
+def _better_of(problem: Problem, offloaded: Result, other: Result) -> Result:
     """The plan that offloads, unless that which shards instead is clearly quicker."""
     # Copies are waited for: parameters that are gathered over a quick link take less.
     assert offloaded.plan is not None
-    if other is None or other.plan is None:
+    if other.plan is None:
         return offloaded
     planned = "with offload and with sharded exchange"
     if clearly_better(problem, other.plan.prediction, offloaded.plan):

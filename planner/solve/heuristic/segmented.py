@@ -29,6 +29,8 @@ EFFORT_S = 5.0
 """Seconds after which no further choice is begun with."""
 UNLIMITED_S = 2.0
 """Seconds for the heuristic's plan that memory does not limit."""
+UNLIMITED_SCORES = 1000
+"""Plans that it may score for each number of micro-batches."""
 # Without a limit a goal means the devices' own memory, so that no limit must be a large one.
 UNLIMITED_BYTES = 2**62
 
@@ -116,7 +118,7 @@ def _starts(problem: Problem, end: float) -> Iterator[tuple[CostModel, Decisions
         return
     free = msgspec.structs.replace(problem.goal, memory_limit_bytes=UNLIMITED_BYTES)
     quiet = replace(problem, goal=free, progress=None)
-    found = search(quiet, min(UNLIMITED_S, left_s)).evaluation.decisions
+    found = search(quiet, min(UNLIMITED_S, left_s), UNLIMITED_SCORES).evaluation.decisions
     for model in every:
         if all(may_have(model, k, option, problem.capability) for k, option in enumerate(found)):
             yield model, found

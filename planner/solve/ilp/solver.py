@@ -87,6 +87,10 @@ class IntegerSearch:
     def left_s(self) -> float:
         return self.deadline - time.perf_counter()
 
+    @property
+    def _most_wanted_s(self) -> float:
+        return self.problem.wanted_s * (1 + AT_LEAST_AS_GOOD)
+
     def result(self) -> Result:
         with self.interruption.listening():
             if self._ruled_out():
@@ -138,6 +142,10 @@ class IntegerSearch:
 
     def _begin(self, every: list[CostModel]) -> None:
         """What the heuristic finds, and plain data parallelism, under every model."""
+        # Where only what is better than a known plan is wanted, there mostly is nothing, which the
+        # programs prove sooner than the heuristic looks for it.
+        if self.problem.wanted_s < inf:
+            return
         quiet = replace(self.problem, progress=None)
         limit_s = max(min(self.left_s / 4, 10.0), 0.0)
         found = search(quiet, limit_s, BEGINNING).evaluation.decisions
@@ -148,7 +156,7 @@ class IntegerSearch:
 
     def _offer(self, new: Choice) -> bool:
         """Takes a choice if it keeps all limits and is better."""
-        if not new.feasible:
+        if not new.feasible or new.objective_s > self._most_wanted_s:
             return False
         self.known.append(new)
         if self.best is None or new.objective_s < self.best.objective_s:
@@ -180,8 +188,10 @@ class IntegerSearch:
             return  # a unit's own limit leaves it no option
         program = Program(self.problem, table)
         program.problem.setObjective(pulp.LpAffineExpression(program.objective))
-        if self.best is not None:
-            program.within(self.best.objective_s * (1 + AT_LEAST_AS_GOOD))
+        known_s = inf if self.best is None else self.best.objective_s
+        most_s = min(known_s, self.problem.wanted_s)
+        if most_s < inf:
+            program.within(most_s * (1 + AT_LEAST_AS_GOOD))
 
         def progress(gap: float) -> None:
             # HiGHS gives infinity until it has a solution.

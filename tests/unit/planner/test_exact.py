@@ -92,6 +92,18 @@ def test_solvers_against_brute_force(seed, solver):
     agree(solver, made, found)
 
 
+@pytest.mark.parametrize("seed", QUICK[:12])
+def test_only_what_is_wanted_is_looked_for(seed):
+    made, found = drawn(seed)
+    if not found.decisions or not found.objective_s:
+        pytest.skip("there is no plan, or none takes time")
+    asked = replace(made, explains=False)
+    assert IntegerSolver().solve(replace(asked, wanted_s=0.99 * found.objective_s)).plan is None
+    enough = IntegerSolver().solve(replace(asked, wanted_s=1.01 * found.objective_s))
+    assert enough.objective_s == pytest.approx(found.objective_s, rel=NEAR)
+    assert enough.status == "optimal"
+
+
 @pytest.mark.parametrize("solver", ["auto", *solvers()])
 @pytest.mark.parametrize(
     "seed",
