@@ -35,7 +35,7 @@ from .select import (
     parameters_used_outside,
     select_units,
 )
-from .stays_whole import bytes_of, why_no_split, why_not_finer, why_not_plain
+from .stays_whole import bytes_of, why_glue_stays, why_no_split, why_not_finer, why_not_plain
 from .trace import Trace, record
 
 # [Note: How units are found]
@@ -249,12 +249,34 @@ def _discovery(
         OUTPUT: UnitSpec(OUTPUT, "output", ()),
     }
     known = {**specs, **fixed}
-    units = tuple(known.get(n) or UnitSpec(names[n], "glue", ()) for n in nodes)
+
+    def glue_of(node: str) -> UnitSpec:
+        reason = _why_glue_stays(node, flows[0], ends, specs)
+        return UnitSpec(names[node], "glue", (), stays_whole=reason)
+
+    units = tuple(known.get(n) or glue_of(n) for n in nodes)
     numbers = tensor_numbers(flows[0], ends)
     edges = tuple(_edge(e, slopes[e], names, specs, numbers[e]) for e in ends)
     pieces = pieces_of(traces[0], traced, names)
     outside = parameters_outside(model, traced)
     return Discovery(units, edges, outside, fingerprint(model, units), pieces)
+
+
+def _why_glue_stays(
+    node: str, flow: Flow, ends: Sequence[Ends], specs: Mapping[str, UnitSpec]
+) -> str:
+    """Why glue between two units that could be divided without it is not; else empty."""
+    sources = [source for source, target in ends if target == node]
+    targets = [target for source, target in ends if source == node]
+    if len(sources) != 1 or len(targets) != 1:
+        return ""
+    before, after = specs.get(sources[0]), specs.get(targets[0])
+    used_once = sum(source == sources[0] for source, _ in ends) == 1
+    if before is None or after is None or not used_once:
+        return ""
+    if before.split("column") is None or after.split("row") is None:
+        return ""
+    return why_glue_stays(flow.functions.get(node, ()), before.kind == "conv")
 
 
 def fingerprint(model: nn.Module, units: Sequence[UnitSpec]) -> str:

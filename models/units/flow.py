@@ -22,12 +22,14 @@ INPUT, OUTPUT, GLUE = "@input", "@output", "@glue."
 class Flow:
     """Nodes in forward order and, for each pair of them, the tensors that flow (by identity).
 
-    ``inside`` names units that read tensors other than their inputs.
+    ``inside`` names units that read tensors other than their inputs, ``functions`` what glue calls
+    with tensors of other nodes, in order.
     """
 
     nodes: list[str] = field(default_factory=list)
     edges: dict[Ends, dict[int, TracedTensor]] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
+    functions: dict[str, list[str]] = field(default_factory=dict)
 
     def bytes(self, ends: Ends, *, gradient: bool = False) -> int:
         """All bytes of an edge, or those of tensors that have a ``gradient``."""
@@ -86,6 +88,7 @@ class _Walk:
                 made.sources[origin.node, seen.key] = origin, seen
         self._note(event.given)
         if made.sources:
+            self.flow.functions.setdefault(node, []).append(event.name)
             self._make(made, event.made, {seen.key for seen in event.given})
         else:
             self._note(event.made)

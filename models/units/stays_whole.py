@@ -4,7 +4,7 @@ Each reason is half a sentence that follows "unit 'x' stays whole: ". Names in i
 unit, so that equal layers have equal reasons.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -63,12 +63,41 @@ NOT_SHOWN = (
 )
 FEWER = "a forward on fewer samples leaves it out, so that no division could be tried"
 
+# Functions that have a module which joins the unit before it, on elements or on channels.
+ON_ELEMENTS = {
+    "relu": "ReLU", "relu6": "ReLU6", "leaky_relu": "LeakyReLU", "elu": "ELU", "selu": "SELU",
+    "celu": "CELU", "gelu": "GELU", "silu": "SiLU", "mish": "Mish", "tanh": "Tanh",
+    "sigmoid": "Sigmoid", "softplus": "Softplus", "hardswish": "Hardswish", "hardtanh": "Hardtanh",
+    "dropout": "Dropout",
+}  # fmt: skip
+ON_CHANNELS = {
+    "max_pool2d": "MaxPool2d", "avg_pool2d": "AvgPool2d", "dropout2d": "Dropout2d",
+    "adaptive_avg_pool2d": "AdaptiveAvgPool2d",
+}  # fmt: skip
+
 # Of units with less than this share of a model's parameters it is not said that no way to divide
 # them is known: norms and the like, where nothing would be gained.
 SMALL = 0.01
 
 # Followed by where, and by the error.
 NOT_FOUND = "looking for finer units failed (the model itself runs)"
+
+
+def why_glue_stays(functions: Sequence[str], on_channels: bool) -> str:
+    """Why code that calls these functions between two units which are divided by columns and by
+    rows is not part of the first; empty where modules would not do either. ``on_channels`` says
+    that the first one's features are channels."""
+    known = {**ON_ELEMENTS, **(ON_CHANNELS if on_channels else {})}
+    names = [name.strip("_") for name in functions]
+    if not names or not all(name in known for name in names):
+        return ""
+    called = dict.fromkeys(names)
+    modules = " and ".join(f"nn.{known[name]}" for name in called)
+    functions_are = "are functions" if len(called) > 1 else "is a function"
+    return (
+        f"{' and '.join(called)} {functions_are} between two units that would leave slices of "
+        f"their features to each other: call {modules} instead, which the unit before takes in"
+    )
 
 
 def why_not_finer(model: nn.Module, trace: Trace, unit: TracedUnit) -> str:

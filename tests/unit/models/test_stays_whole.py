@@ -11,6 +11,7 @@ from meshwright.models.units import discover as discovery
 from meshwright.models.units import stays_whole as why
 from meshwright.models.units.discover import discover
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 WIDTH = 8
@@ -229,3 +230,45 @@ def test_the_command_tells_equal_reasons_once():
     assert whole_sentences(profile.units) == [
         f"Unit '0.first' and 2 more stay whole: {why.SHARED}."
     ]
+
+
+class Calling(nn.Module):
+    """Two layers, and what ``run`` calls between them."""
+
+    def __init__(self, run, first=None, second=None) -> None:
+        super().__init__()
+        self.a, self.b = first or nn.Linear(WIDTH, WIDTH), second or nn.Linear(WIDTH, WIDTH)
+        self.act, self.run = nn.ReLU(), run
+
+    def forward(self, x):
+        return self.b(self.run(self, self.a(x)))
+
+
+def glue_reasons(model, x) -> list[str]:
+    units = discover(model, mw.Batch((x,), torch.zeros(len(x)))).units
+    return [unit.stays_whole for unit in units if unit.kind == "glue"]
+
+
+def test_a_function_that_a_module_could_be_is_named():
+    x = torch.randn(4, WIDTH)
+    (reason,) = glue_reasons(Calling(lambda self, y: functional.gelu(y)), x)
+    assert reason.startswith("gelu is a function between two units")
+    assert "call nn.GELU instead" in reason
+    (reason,) = glue_reasons(Calling(lambda self, y: functional.dropout(torch.relu_(y), 0.1)), x)
+    assert "relu and dropout are functions" in reason
+    assert "call nn.ReLU and nn.Dropout instead" in reason
+    pictures, sides = torch.randn(4, 4, 8, 8), (nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
+    (reason,) = glue_reasons(
+        Calling(lambda self, y: functional.max_pool2d(y.relu(), 2), *sides), pictures
+    )
+    assert "call nn.ReLU and nn.MaxPool2d instead" in reason
+
+
+def test_what_no_module_would_join_is_not():
+    x = torch.randn(4, WIDTH)
+    assert glue_reasons(Calling(lambda self, y: self.act(y)), x) == []  # it has joined
+    assert glue_reasons(Calling(lambda self, y: y + 1), x) == [""]
+    assert glue_reasons(Calling(lambda self, y: functional.softmax(y, -1)), x) == [""]
+    assert set(glue_reasons(Calling(lambda self, y: functional.relu(y) + y), x)) == {""}
+    norm = nn.LayerNorm(WIDTH)
+    assert glue_reasons(Calling(lambda self, y: functional.relu(y), second=norm), x) == [""]
