@@ -14,7 +14,8 @@ simulation follows the same rule as its clock goes on (``events``).
 # unit. The link carries one slice at a time and takes the most urgent of those that are ready: the
 # one whose unit comes first in forward (P3, Jayarajan et al., arXiv 1905.03960). What leaves by
 # that order is never held back by a less urgent slice, but for the one under way. As soon as one
-# unit is fully sharded all leave first come, first served (``by_urgency``).
+# unit is fully sharded all leave first come, first served (``by_urgency``). Gradients that are
+# released early are put between these by the executor (``place_released`` in gradients/release.py).
 #
 # Slices that stay inside hosts take their turn among those that cross, as if one link carried all:
 # what ranks measure is one rate. The plan's prediction has them on a link of their own, where they
