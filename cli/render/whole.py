@@ -9,13 +9,18 @@ from ...planner.schema.profile import UnitProfile
 def whole_sentences(units: Sequence[UnitProfile] | Sequence[UnitExplanation]) -> list[str]:
     """Which units are not finer or not divided, why, and what would change that: a line for each
     reason."""
-    names: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
+    before = ""
     for unit in units:
         if unit.stays_whole:
-            names.setdefault(unit.stays_whole, []).append(unit.name)
+            # Glue has a name of ours: users know the unit that it follows.
+            glue = unit.name.startswith("@")
+            place = f"What follows unit {before!r}" if glue else f"Unit {unit.name!r}"
+            places.setdefault(unit.stays_whole, []).append(place)
+        before = unit.name
     return [
-        f"Unit {first!r} stays whole: {reason}."
+        f"{first} stays whole: {reason}."
         if not more
-        else f"Unit {first!r} and {len(more)} more stay whole: {reason}."
-        for reason, (first, *more) in names.items()
+        else f"{first} and {len(more)} more stay whole: {reason}."
+        for reason, (first, *more) in places.items()
     ]

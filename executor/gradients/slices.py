@@ -192,7 +192,9 @@ def exact_slice(params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
     """A slice that loses nothing, among gradients of the same group which are gathered."""
     # A sum that the library makes goes its own way, in threads and hops of its own: where messages
     # between ranks fill the link it comes late, and the next forward waits for its first scales.
-    kind = SummedSlice if params[0].group.in_pairs else Slice
+    # Not what may be large (complex parameters): its messages take memory beside it.
+    small = all(param.parameter.ndim <= 1 for param in params)
+    kind = SummedSlice if small and params[0].group.in_pairs else Slice
     return kind(params, slice_spec)
 
 

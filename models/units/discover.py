@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
@@ -19,7 +19,7 @@ from ..failing import in_module
 from ..opened import leaves_in
 from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
-from ..splits import BLOCK_KINDS, find_splits, guessed
+from ..splits import BLOCK_KINDS, LEAF_KINDS, find_splits, guessed
 from ..splits.check import is_equivalent
 from ..splits.leaves import BATCH_NORMS
 from ..trial_sizes import SEVERAL, first_taken
@@ -27,7 +27,7 @@ from ..workload import Batch
 from . import stays_whole
 from .batch_dims import sample_dim
 from .chance import every_layer, may_be_left_out
-from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, pruned, tensor_numbers
+from .flow import GLUE, INPUT, OUTPUT, Called, Ends, Flow, flow_of, pruned, tensor_numbers
 from .pieces import pieces_of
 from .select import (
     TracedUnit,
@@ -265,18 +265,37 @@ def _discovery(
 def _why_glue_stays(
     node: str, flow: Flow, ends: Sequence[Ends], specs: Mapping[str, UnitSpec]
 ) -> str:
-    """Why glue between two units that could be divided without it is not; else empty."""
+    """Why glue is not part of the unit before it, where functions alone keep that and the next one
+    from leaving slices to each other; else empty."""
     sources = [source for source, target in ends if target == node]
     targets = [target for source, target in ends if source == node]
     if len(sources) != 1 or len(targets) != 1:
         return ""
     before, after = specs.get(sources[0]), specs.get(targets[0])
-    used_once = sum(source == sources[0] for source, _ in ends) == 1
-    if before is None or after is None or not used_once:
+    # As ``select`` joins modules to a unit: directly behind it, and nothing else uses what it made.
+    follows = flow.nodes[flow.nodes.index(node) - 1] == sources[0]
+    alone = sum(source == sources[0] for source, _ in ends) == 1
+    if before is None or after is None or not (follows and alone):
         return ""
-    if before.split("column") is None or after.split("row") is None:
+    left, taken = before.split("column"), after.split("row")
+    if before.kind not in LEAF_KINDS or left is None or taken is None:
         return ""
-    return why_glue_stays(flow.functions.get(node, ()), before.kind == "conv")
+    if (left.feature_dim, left.features) != (taken.feature_dim, taken.features):
+        return ""
+    names = _in_a_line(flow.called.get(node, ()), flow.edges[sources[0], node])
+    return why_glue_stays(names, before.kind == "conv")
+
+
+def _in_a_line(calls: Sequence[Called], given: Collection[int]) -> list[str]:
+    """The names of operations of which each takes only what the one before has made, the first one
+    the only tensor ``given``; none where they are not in such a line."""
+    names, last = [], tuple(given)
+    for call in calls:
+        if call.given != last or len(last) != 1:
+            return []
+        names.append(call.name)
+        last = call.made
+    return names
 
 
 def fingerprint(model: nn.Module, units: Sequence[UnitSpec]) -> str:

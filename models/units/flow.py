@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .select import TracedUnit
 from .trace import Event, Trace, TracedTensor
@@ -18,18 +19,27 @@ Ends = tuple[str, str]
 INPUT, OUTPUT, GLUE = "@input", "@output", "@glue."
 
 
+class Called(NamedTuple):
+    """An operation of glue: its name, empty where a module that glue calls makes it, and the
+    tensors that it was given and has made, by identity."""
+
+    name: str
+    given: tuple[int, ...]
+    made: tuple[int, ...]
+
+
 @dataclass
 class Flow:
     """Nodes in forward order and, for each pair of them, the tensors that flow (by identity).
 
-    ``inside`` names units that read tensors other than their inputs, ``functions`` what glue calls
-    with tensors of other nodes, in order.
+    ``inside`` names units that read tensors other than their inputs. ``called`` are the operations
+    of glue that are made from tensors of other nodes, in order.
     """
 
     nodes: list[str] = field(default_factory=list)
     edges: dict[Ends, dict[int, TracedTensor]] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
-    functions: dict[str, list[str]] = field(default_factory=dict)
+    called: dict[str, list[Called]] = field(default_factory=dict)
 
     def bytes(self, ends: Ends, *, gradient: bool = False) -> int:
         """All bytes of an edge, or those of tensors that have a ``gradient``."""
@@ -71,12 +81,15 @@ class _Walk:
         return self.flow
 
     def _between(self, start: int, end: int, node: str) -> None:
-        for event in self.trace.events[start:end]:
+        events = self.trace.events[start:end]
+        modules = {event.module for event in events if event.module is not None}
+        for event in events:
             if event.module is None:
-                self._operation(event, node)
+                self._operation(event, node, own=modules.isdisjoint(event.stack))
 
-    def _operation(self, event: Event, node: str) -> None:
-        """An operation outside of units makes edges only when something uses its result."""
+    def _operation(self, event: Event, node: str, *, own: bool) -> None:
+        """An operation outside of units makes edges only when something uses its result. ``own``
+        says that no module which glue calls makes it."""
         made = _Origin(node)
         for seen in event.given:
             origin = self.origins.get(seen.key)
@@ -88,7 +101,9 @@ class _Walk:
                 made.sources[origin.node, seen.key] = origin, seen
         self._note(event.given)
         if made.sources:
-            self.flow.functions.setdefault(node, []).append(event.name)
+            given, results = (tuple(s.key for s in seen) for seen in (event.given, event.made))
+            called = Called(event.name if own else "", given, results)
+            self.flow.called.setdefault(node, []).append(called)
             self._make(made, event.made, {seen.key for seen in event.given})
         else:
             self._note(event.made)

@@ -91,13 +91,18 @@ def why_glue_stays(functions: Sequence[str], on_channels: bool) -> str:
     names = [name.strip("_") for name in functions]
     if not names or not all(name in known for name in names):
         return ""
-    called = dict.fromkeys(names)
-    modules = " and ".join(f"nn.{known[name]}" for name in called)
+    called = list(dict.fromkeys(names))
+    modules = _and([f"nn.{known[name]}" for name in called])
     functions_are = "are functions" if len(called) > 1 else "is a function"
     return (
-        f"{' and '.join(called)} {functions_are} between two units that would leave slices of "
-        f"their features to each other: call {modules} instead, which the unit before takes in"
+        f"{_and(called)} {functions_are} between two units that would leave slices of their "
+        f"features to each other: call {modules} instead, which the unit before takes in"
     )
+
+
+def _and(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def why_not_finer(model: nn.Module, trace: Trace, unit: TracedUnit) -> str:

@@ -7,7 +7,6 @@ decisions may change with it; nothing is extrapolated.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -288,7 +287,7 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
     allowed = problem.goal.micro_batches
     if not (problem.capability.micro_batches and limited_by_memory(plan)):
         return None
-    end, best, before_s = time.perf_counter() + EFFORT_S, None, inf
+    end, best = time.perf_counter() + EFFORT_S, None
     step_s = plan.prediction.step_s * (1 - WORTHWHILE)
     # Twice as many each time: halving what a micro-batch holds is what makes another plan fit.
     count = 2 * max(allowed)
@@ -298,11 +297,10 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
         found = solve(asked, "heuristic").plan
         if found is not None and found.prediction.step_s < step_s:
             best, step_s = found, found.prediction.step_s
-        # Beyond what makes a plan fit, more parts only make each of them less efficient.
-        slower = found is not None and found.prediction.step_s > before_s
-        if slower or time.perf_counter() > end:
+        # Where memory holds nothing back, more parts only make each of them less efficient.
+        free = found is not None and not limited_by_memory(found)
+        if free or time.perf_counter() > end:
             break
-        before_s = inf if found is None else found.prediction.step_s
         count *= 2
     if best is None:
         return None

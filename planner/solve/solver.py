@@ -83,8 +83,8 @@ def check_solver(solver: str) -> None:
 #   shard_if_needed   without sharded exchange; nothing fits: with it, then with sharded parameters
 #                     (without offloading), then all of these with gradients released early. A plan
 #                     without is kept unless it is clearly quicker with its exchange sharded. One
-#                     that offloads is kept unless shards instead are. Both are looked for only so
-#                     far as they may be that much better (``Problem.wanted_s``).
+#                     that offloads is kept unless shards instead are, which are looked for only
+#                     so far as they may be that much better (``Problem.wanted_s``).
 #
 # Each of these is one search by one solver, and what follows it can only make its plan better:
 # branches side by side, then segments, then even shares of the batch where devices are unequal and

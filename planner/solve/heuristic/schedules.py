@@ -11,12 +11,14 @@ import msgspec
 
 from ...cost.cost import CostModel
 from ...schema.capability import Capability
+from ...schema.cluster import Interference
 from ...schema.goal import Goal
-from ...schema.options import Decisions, Option
+from ...schema.options import Decisions, Option, segments_of
 from ...schema.plan import SHARDING, ExchangePolicy, Plan, Prediction
 from ..choices import may_gather, may_have
 from ..evaluate import evaluation
 from ..problem import Problem, Result
+from .branches import regions
 
 SLICE_BYTES = (2**20, 2**22, 2**24)
 """Slices that a plan chooses from where the goal names none. Below 1 MiB the latency of gloo over
@@ -72,7 +74,7 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
         if found.plan is not None:
             if plain is allowed or not _quicker_in_shards(problem, found, found.plan):
                 return found
-            other = search(_if_clearly_better(sharded, found))
+            other = search(sharded)
             if other.plan is None or not clearly_better(problem, other.plan.prediction, found.plan):
                 return found
             return _with_reason(
@@ -130,9 +132,17 @@ def _first_plan(problems: Iterable[Problem], search: Search) -> Result | None:
 
 def _if_clearly_better(problem: Problem, found: Result) -> Problem:
     """The problem, of which a plan is wanted only where it may be clearly better than what was
-    found."""
-    # By formula, which predictions are near to: half of what they must differ by.
+    found: that much better by formula, less what predictions may differ from it by. The same
+    problem where they differ by more, or where what follows a search makes plans better."""
+    assert found.plan is not None
     assert found.objective_s is not None
+    assert found.decisions is not None
+    alike = problem.cluster.interference == Interference() and not found.plan.local_batch_sizes
+    followed = segments_of(found.decisions) or (
+        problem.capability.branches and regions(next(problem.cost_models()))
+    )
+    if followed or not alike:
+        return problem
     return replace(problem, wanted_s=found.objective_s * (1 - WORTHWHILE / 2))
 
 
@@ -154,15 +164,19 @@ def _in_shards_instead(
     """What is found without offload, by ``allowed`` exchanges and if those do by ``sharded`` ones:
     a plan only where one may be clearly better than the one that offloads."""
     # What allows most is asked first: mostly it has no such plan, which is quick to prove.
-    assert offloaded.plan is not None
-    found = search(_if_clearly_better(without_offload(allowed), offloaded))
-    better = found.plan is not None and clearly_better(
-        allowed, found.plan.prediction, offloaded.plan
-    )
-    if sharded is allowed or not better:
+    known = offloaded.plan
+    assert known is not None
+
+    def asked(problem: Problem) -> tuple[Result, bool]:
+        found = search(_if_clearly_better(without_offload(problem), offloaded))
+        plan = found.plan
+        return found, plan is not None and clearly_better(problem, plan.prediction, known)
+
+    found, is_better = asked(allowed)
+    if sharded is allowed or not is_better:
         return found
-    simpler = search(_if_clearly_better(without_offload(sharded), offloaded))
-    return found if simpler.plan is None else simpler
+    simpler, is_better = asked(sharded)
+    return simpler if is_better else found
 
 
 def _better_of(problem: Problem, offloaded: Result, other: Result) -> Result:

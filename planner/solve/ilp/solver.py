@@ -96,9 +96,14 @@ class IntegerSearch:
             if self._ruled_out():
                 return self._none()
             every = list(self.problem.cost_models())
-            self._begin(every)
+            # Where only what is better than a known plan is wanted, there mostly is nothing, which
+            # the programs prove sooner than the heuristic looks for it.
+            if self.problem.wanted_s == inf:
+                self._begin(every)
             for i, model in enumerate(every):
                 self._case(model, i / len(every), 1 / len(every))
+            if self.best is None and not self.proved:
+                self._begin(every)
             if self.best is None:
                 return self._none()
             chosen = self._as_run(self._simpler(self.best))
@@ -134,20 +139,17 @@ class IntegerSearch:
     def _none(self) -> Result:
         """No plan: because there is none, or because time was up before one was found."""
         rescued = fitting_in_segments(self.problem, IntegerSolver.name)
-        if rescued is not None:
-            return rescued
+        if rescued is not None and rescued.objective_s is not None:
+            wanted = rescued.objective_s <= self._most_wanted_s
+            return rescued if wanted else Result.without_plan(IntegerSolver.name, None)
         why = explain([self.problem], IntegerEvidence()) if self.problem.explains else None
         reason = "" if self.proved else "the time limit came before a plan or a proof"
         return Result.without_plan(IntegerSolver.name, why, reason)
 
     def _begin(self, every: list[CostModel]) -> None:
         """What the heuristic finds, and plain data parallelism, under every model."""
-        # Where only what is better than a known plan is wanted, there mostly is nothing, which the
-        # programs prove sooner than the heuristic looks for it.
-        if self.problem.wanted_s < inf:
-            return
         quiet = replace(self.problem, progress=None)
-        limit_s = max(min(self.left_s / 4, 10.0), 0.0)
+        limit_s = max(min(self.left_s / 4, 10.0), LAST_S if self.problem.wanted_s < inf else 0.0)
         found = search(quiet, limit_s, BEGINNING).evaluation.decisions
         for model in every:
             for decisions in dict.fromkeys((model.baseline, found)):

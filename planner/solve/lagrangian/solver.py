@@ -96,6 +96,8 @@ class LagrangianSolver:
                 best, bound = _best(problem, deadline, known.starts)
         if best is None:
             return self._without_plan(problem, deadline, known)
+        if best.objective_s > problem.wanted_s:  # the search for better ones was left
+            return Result.without_plan(self.name, None)
         bound = min(bound, best.objective_s)
         proved = best.objective_s - bound <= PROVED * best.objective_s
         return answer(problem, best, self.name, bound, proved=proved)
@@ -153,7 +155,7 @@ def _best(
     best: Choice | None = None
     for i, model in enumerate(every):
         problem.report(f"{model.micro_batches} micro-batches", i / len(every))
-        cutoff = best.objective_s if best else INFINITE
+        cutoff = min(best.objective_s if best else INFINITE, problem.wanted_s)
         found = search_part(problem, model, deadline, cutoff, start=starts.get(_key(model)))
         bound = min(bound, found.bound)
         best = _better(best, found.choice)

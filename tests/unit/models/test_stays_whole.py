@@ -7,6 +7,7 @@ import re
 import meshwright as mw
 import pytest
 import torch
+from meshwright.cli.render.whole import whole_sentences
 from meshwright.models.units import discover as discovery
 from meshwright.models.units import stays_whole as why
 from meshwright.models.units.discover import discover
@@ -264,11 +265,38 @@ def test_a_function_that_a_module_could_be_is_named():
     assert "call nn.ReLU and nn.MaxPool2d instead" in reason
 
 
+def test_three_functions_are_listed():
+    def run(self, y):
+        return torch.tanh(functional.dropout(functional.gelu(y), 0.1))
+
+    (reason,) = glue_reasons(Calling(run), torch.randn(4, WIDTH))
+    assert reason.startswith("gelu, dropout and tanh are functions")
+    assert "call nn.GELU, nn.Dropout and nn.Tanh instead" in reason
+
+
+def test_glue_is_told_by_the_unit_before_it():
+    model = Calling(lambda self, y: functional.gelu(y))
+    units = discover(model, mw.Batch((torch.randn(4, WIDTH),), None)).units
+    (line,) = whole_sentences(units)
+    assert line.startswith("What follows unit 'a' stays whole: gelu is a function")
+
+
 def test_what_no_module_would_join_is_not():
     x = torch.randn(4, WIDTH)
     assert glue_reasons(Calling(lambda self, y: self.act(y)), x) == []  # it has joined
     assert glue_reasons(Calling(lambda self, y: y + 1), x) == [""]
     assert glue_reasons(Calling(lambda self, y: functional.softmax(y, -1)), x) == [""]
     assert set(glue_reasons(Calling(lambda self, y: functional.relu(y) + y), x)) == {""}
+    twice = Calling(lambda self, y: self.act(y))
+    twice.b = nn.Sequential(nn.Linear(WIDTH, WIDTH), twice.act, nn.Linear(WIDTH, WIDTH))
+    assert set(glue_reasons(twice, x)) == {""}  # a module that is called twice is no function
+    dead = Calling(lambda self, y: functional.relu(y) if len(torch.sigmoid(y)) else y)
+    assert glue_reasons(dead, x) == [""]
+    between = Calling(lambda self, y: functional.relu(y + 0 * self.other(x).sum()))
+    between.other = nn.Linear(WIDTH, WIDTH)
+    assert set(glue_reasons(between, x)) == {""}
+    sides = nn.Conv1d(4, 4, 1), nn.Linear(WIDTH, WIDTH)  # of which neither takes the other's slices
+    pictures = torch.randn(4, 4, WIDTH)
+    assert glue_reasons(Calling(lambda self, y: functional.relu(y), *sides), pictures) == [""]
     norm = nn.LayerNorm(WIDTH)
     assert glue_reasons(Calling(lambda self, y: functional.relu(y), second=norm), x) == [""]
