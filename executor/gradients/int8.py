@@ -160,8 +160,7 @@ class Int8Slice(GatheredSlice):
         elements = param.shared_bytes // param.parameter.element_size() // self.slice_spec.parts
         return param.group.size * message_bytes(elements) // 2
 
-    def take(self, messages: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        (gradient,) = gradients
+    def take(self, messages: Sequence[Tensor], gradient: Tensor) -> None:
         average(messages, flat(gradient)[self.elements])
 
 
@@ -171,7 +170,7 @@ class Int8GradGroup(LossyGradGroup):
     def _slice(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
         if params[0].whole:
             return exact_slice(params, slice_spec)
-        return Int8Slice(params, slice_spec)
+        return Int8Slice(params[0], slice_spec)
 
     def start(self, one: Slice) -> None:
         if not isinstance(one, Int8Slice):

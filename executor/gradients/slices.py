@@ -115,11 +115,43 @@ class Slice:
         self._arrived, self._wire, self._comm_tensors, self.work = True, None, [], None
 
 
-class GatheredSlice(Slice, ABC):
-    """One collective: a message of this rank's, as every rank gets it from each."""
+class SummedSlice(Slice):
+    """One collective: every rank gets what each has, and adds it up in the order of ranks."""
 
-    def __init__(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> None:
-        super().__init__(params, slice_spec)
+    def start(self, wire: Tensor) -> None:
+        group = self.params[0].group
+        self._rows = wire.new_empty(group.size, len(wire))
+        self.work, self._comm_tensors = gather_rows(self._rows, wire, group)
+
+    def wait_for_average(self, watch: Watchdog, doing: str) -> float:
+        assert self._wire is not None
+        group = self.params[0].group
+        waited = watch.wait(self.work, group, doing)
+        if self.work is not None:
+            first, *others = self._rows
+            self._wire.copy_(first)
+            for other in others:
+                self._wire.add_(other)
+            self._wire.div_(group.size)
+            del self._rows
+        return waited
+
+
+def exact_slice(params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
+    """A slice that loses nothing, among gradients of the same group which are gathered."""
+    # A sum that the library makes goes its own way, in threads and hops of its own: where messages
+    # between ranks fill the link it comes late, and the next forward waits for its first scales.
+    # Not what may be large (complex parameters): its messages take memory beside it.
+    small = all(param.parameter.ndim <= 1 for param in params)
+    kind = SummedSlice if small and params[0].group.in_pairs else Slice
+    return kind(params, slice_spec)
+
+
+class GatheredSlice(Slice, ABC):
+    """One collective: a message of one parameter's gradient, as every rank gets it from each."""
+
+    def __init__(self, param: GradParam, slice_spec: SliceSpec) -> None:
+        super().__init__([param], slice_spec)
         self._messages: list[Tensor] = []
         """What has come, in the order of ranks."""
 
@@ -153,49 +185,16 @@ class GatheredSlice(Slice, ABC):
     ) -> float:
         if self._arrived:
             return 0.0
-        waited = watch.wait(self.work, self.params[0].group, doing)
-        self.take(self._messages, [gradients[param] for param in self.params])
+        (param,) = self.params
+        waited = watch.wait(self.work, param.group, doing)
+        self.take(self._messages, gradients[param])
         self._messages = []
         self._finish()
         return waited
 
     @abstractmethod
-    def take(self, messages: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Makes the averages of what has come, in the places of the gradients."""
-
-
-class SummedSlice(GatheredSlice):
-    """Gradients as they are, which every rank gets from each and adds up in the order of ranks."""
-
-    @property
-    def message_bytes(self) -> int:
-        return sum(p.parameter.nbytes for p in self.params) // self.slice_spec.parts
-
-    def send(self, gradients: dict[GradParam, Tensor]) -> None:
-        flats = [flat(gradients[param]) for param in self.params]
-        self.gather(torch.cat(flats) if len(flats) > 1 else flats[0][self.elements])
-
-    def take(self, messages: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        if not messages:
-            return
-        total, *others = messages
-        for other in others:
-            total.add_(other)
-        total.div_(len(messages))
-        flats = [flat(gradient) for gradient in gradients]
-        if len(flats) == 1:
-            flats = [flats[0][self.elements]]
-        torch._foreach_copy_(flats, torch.split(total, [each.numel() for each in flats]))
-
-
-def exact_slice(params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
-    """A slice that loses nothing, among gradients of the same group which are gathered."""
-    # A sum that the library makes goes its own way, in threads and hops of its own: where messages
-    # between ranks fill the link it comes late, and the next forward waits for its first scales.
-    # Not what may be large (complex parameters): its messages take memory beside it.
-    small = all(param.parameter.ndim <= 1 for param in params)
-    kind = SummedSlice if small and params[0].group.in_pairs else Slice
-    return kind(params, slice_spec)
+    def take(self, messages: Sequence[Tensor], gradient: Tensor) -> None:
+        """Makes the average of what has come, in the place of the gradient."""
 
 
 class GradGroup:

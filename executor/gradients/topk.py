@@ -220,7 +220,7 @@ class TopkSlice(GatheredSlice):
     """Some elements of one parameter, with their numbers."""
 
     def __init__(self, param: GradParam) -> None:
-        super().__init__([param], SliceSpec((0,)))
+        super().__init__(param, SliceSpec((0,)))
         self._share = 0.0
 
     @property
@@ -241,8 +241,7 @@ class TopkSlice(GatheredSlice):
         """Says which share of the elements it will carry."""
         self._share = share
 
-    def take(self, messages: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        (gradient,) = gradients
+    def take(self, messages: Sequence[Tensor], gradient: Tensor) -> None:
         parts = [_unpacked(message, gradient.dtype) for message in messages]
         if isinstance(gradient, SparseGradient):
             gradient.parts = parts
