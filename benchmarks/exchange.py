@@ -14,6 +14,7 @@ says. The last line is one JSON object: rows. An efficiency (bound / measured) a
 the benchmark is wrong, and fails it.
 """
 
+import gc
 import operator
 import sys
 from collections.abc import Iterator, Sequence
@@ -200,6 +201,7 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     clock = UnitClock(name)
     # Computing is measured anew for each ratio: a shared machine does not stay as quick as it was.
     for ratio in asked["ratios"]:
+        gc.collect()  # systems of the ratio before, which do not all fit beside the new ones
         dist.barrier()
         measured = Measured(name, clock.sizes, clock.modules, clock.times(batch), 1.0)
         yield one_row(measured, model, batch, asked, ratio)

@@ -20,8 +20,10 @@ from .feedback import LossyGradGroup
 from .flat_shard import flat
 from .slices import GatheredSlice, Slice, exact_slice
 
-# Elements that are turned at once: their copies stay in a cache. A multiple of ``INT8_BLOCK``.
-_PIECE = 2**18
+# Elements that are turned at once, in whole runs: few enough to stay in a processor's cache until
+# their message is made, many for a GPU's kernels.
+_PIECE = {"cpu": 2**16}
+_LARGE_PIECE = 2**20
 _MOST = 127.0
 # The reciprocal of a smaller scale may be too large for its type.
 _LEAST = torch.finfo(torch.float32).tiny
@@ -35,41 +37,22 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
-def quantize(values: Tensor, scratch: Tensor | None = None) -> Quantized:
-    """Flat values, each run of ``INT8_BLOCK`` by its own largest; the numbers lie in ``scratch``,
-    flat memory as ``scratch_for`` makes it, or in some of their own. A run that holds what is not
+def quantize(values: Tensor) -> Quantized:
+    """Flat values, each run of ``INT8_BLOCK`` by its own largest. A run that holds what is not
     finite has a scale that is not, and so is none of its elements, whatever their numbers are."""
-    runs = _runs(values.to(_computed_in(values.dtype)))
-    numbers = torch.empty_like(runs) if scratch is None else scratch[: runs.numel()].view_as(runs)
-    scales = torch.abs(runs, out=numbers).amax(dim=1).to(torch.float32).div_(_MOST)
-    scales.clamp_min_(_LEAST)
-    torch.mul(runs, scales.reciprocal()[:, None], out=numbers).round_()
-    return Quantized(numbers.view(-1)[: values.numel()], scales)
+    computed = values.to(_computed_in(values.dtype))
+    numbers, scales = torch.empty_like(computed), _scales_for(values)
+    for scale, runs, rounded in _pieces(scales, computed, numbers):
+        _round(runs, rounded, scale)
+    return Quantized(numbers, scales.view(-1))
 
 
-def dequantize(sent: Quantized, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
-    """What quantized values stand for, flat: in ``scratch`` but for a type of 16 bits, or in memory
-    of their own."""
-    count = sent.numbers.numel()
-    if scratch is None:
-        scratch = sent.numbers.new_empty(count, dtype=_computed_in(dtype))
-    numbers = scratch[:count].copy_(sent.numbers)
-    return _scaled(Quantized(numbers, sent.scales)).to(dtype)
-
-
-def _scaled(sent: Quantized) -> Tensor:
-    """What quantized values stand for, in the place of their numbers."""
-    runs = sent.numbers.numel() // INT8_BLOCK
-    whole, rest = sent.numbers[: runs * INT8_BLOCK], sent.numbers[runs * INT8_BLOCK :]
-    whole.view(runs, INT8_BLOCK).mul_(sent.scales[:runs, None])
-    rest.mul_(sent.scales[runs:])
-    return sent.numbers
-
-
-def scratch_for(values: Tensor) -> Tensor:
-    """Memory for the numbers of flat values, piece by piece."""
-    runs = ceil(min(values.numel(), _PIECE) / INT8_BLOCK)
-    return values.new_empty(runs * INT8_BLOCK, dtype=_computed_in(values.dtype))
+def dequantize(sent: Quantized, dtype: torch.dtype) -> Tensor:
+    """What quantized values stand for, flat, in memory of their own."""
+    values = sent.numbers.to(_computed_in(dtype), copy=True)
+    for scale, runs in _pieces(sent.scales.view(-1, 1), values):
+        runs.mul_(scale)
+    return values.to(dtype)
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
@@ -77,13 +60,39 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _runs(values: Tensor) -> Tensor:
-    rows = -(-values.numel() // INT8_BLOCK)
-    if rows * INT8_BLOCK == values.numel():
-        return values.view(rows, INT8_BLOCK)
-    padded = values.new_zeros(rows * INT8_BLOCK)
-    padded[: values.numel()] = values
-    return padded.view(rows, INT8_BLOCK)
+def _scales_for(values: Tensor) -> Tensor:
+    """A row for each run."""
+    return values.new_empty(ceil(values.numel() / INT8_BLOCK), 1, dtype=torch.float32)
+
+
+def _round(runs: Tensor, rounded: Tensor, scale: Tensor) -> None:
+    """Puts the numbers of each run into ``rounded`` and its scale into ``scale``."""
+    scale.copy_(torch.abs(runs, out=rounded).amax(dim=1, keepdim=True))
+    scale.div_(_MOST).clamp_min_(_LEAST)
+    torch.mul(runs, scale.reciprocal(), out=rounded).round_()
+
+
+def _pieces(scales: Tensor, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Flat tensors of one length piece by piece: the rows of ``scales``, and of each tensor the
+    runs as rows. What does not fill a run is the last piece."""
+    count = flats[0].numel()
+    runs = count // INT8_BLOCK
+    whole, at_once = runs * INT8_BLOCK, _piece(scales) // INT8_BLOCK
+    if runs:
+        rows = (torch.split(flat[:whole].view(runs, INT8_BLOCK), at_once) for flat in flats)
+        yield from zip(torch.split(scales[:runs], at_once), *rows, strict=True)
+    if whole < count:
+        yield scales[runs:], *(flat[whole:].view(1, -1) for flat in flats)
+
+
+def _piece(values: Tensor) -> int:
+    return _PIECE.get(values.device.type, _LARGE_PIECE)
+
+
+def _scratch_for(values: Tensor) -> Tensor:
+    """Memory for the numbers of flat values, piece by piece."""
+    count = min(values.numel(), _piece(values))
+    return values.new_empty(count, dtype=_computed_in(values.dtype))
 
 
 def message_bytes(numel: int) -> int:
@@ -95,56 +104,52 @@ def pack(values: Tensor, residual: Tensor, *, on_stream: bool = False) -> Tensor
     """The message of flat ``values`` and the ``residual`` of those before, in which what this one
     leaves is put. Values are not needed after that, and changed. With ``on_stream`` the host does
     not wait for what it launches."""
-    count, scratch = values.numel(), scratch_for(values)
+    count, scratch = values.numel(), _scratch_for(values)
     message = torch.empty(message_bytes(count), dtype=torch.uint8, device=values.device)
-    for piece, numbers, scales in _pieces(message, count):
-        total = values[piece].add_(residual[piece])
-        sent = quantize(total, scratch)
-        numbers.copy_(sent.numbers)
-        scales.copy_(sent.scales.view(-1, 1).view(torch.uint8))
-        stands_for = _scaled(sent).to(total.dtype)
-        _keep(total, sent.scales, stands_for, residual[piece], on_stream=on_stream)
+    numbers, scales = message[:count].view(torch.int8), _scales_for(values)
+    for scale, total, left, sent in _pieces(scales, values, residual, numbers):
+        total.add_(left)
+        rounded = scratch[: total.numel()].view_as(total)
+        _round(total.to(scratch.dtype), rounded, scale)
+        sent.copy_(rounded)
+        _keep(total, scale, rounded.mul_(scale).to(total.dtype), left, on_stream=on_stream)
+    message[count:].view(scales.shape[0], -1).copy_(scales.view(torch.uint8))
     return message
 
 
 def _keep(
-    total: Tensor, scales: Tensor, stands_for: Tensor, residual: Tensor, *, on_stream: bool
+    total: Tensor, scale: Tensor, stands_for: Tensor, residual: Tensor, *, on_stream: bool
 ) -> None:
     """Puts what ``stands_for`` leaves of ``total`` into the residual, but for runs that are not
     finite: these show on all ranks, and must not stay for later steps."""
-    if not on_stream and isfinite(scales.sum()):  # nearly always, and three times as quick
+    if not on_stream and isfinite(scale.sum()):  # nearly always, and three times as quick
         torch.sub(total, stands_for, out=residual)
-        return
-    finite = torch.isfinite(scales)
-    whole = finite.repeat_interleave(INT8_BLOCK, output_size=len(finite) * INT8_BLOCK)
-    torch.where(whole[: total.numel()], total.sub_(stands_for), residual, out=residual)
+    else:
+        finite = torch.isfinite(scale)
+        torch.where(finite, total.sub_(stands_for), residual, out=residual)
 
 
 def average(messages: Sequence[Tensor], into: Tensor) -> None:
     """Writes the mean of messages into the flat ``into``."""
-    scratch = scratch_for(into)
-    for parts in zip(*(_pieces(message, into.numel()) for message in messages), strict=True):
-        mean = into[parts[0][0]]
-        fits = mean.dtype == scratch.dtype
-        for index, (_, numbers, scales) in enumerate(parts):
-            own = scales.clone().view(torch.float32).view(-1)  # where it lies may be any byte
-            own.div_(len(messages))
-            room = mean if fits and index == 0 else scratch
-            values = dequantize(Quantized(numbers, own), mean.dtype, room)
+    count, scratch = into.numel(), _scratch_for(into)
+    in_place = into.dtype == scratch.dtype
+    sent = (
+        _pieces(_scales_of(message, count).div_(len(messages)), into, message[:count])
+        for message in messages
+    )
+    for pieces in zip(*sent, strict=True):
+        for index, (scale, mean, numbers) in enumerate(pieces):
+            own = mean if in_place and index == 0 else scratch[: mean.numel()].view_as(mean)
+            own.copy_(numbers.view(torch.int8)).mul_(scale)
             if index > 0:
-                mean.add_(values)
-            elif not fits:
-                mean.copy_(values)
+                mean.add_(own.to(mean.dtype))
+            elif not in_place:
+                mean.copy_(own)
 
 
-def _pieces(message: Tensor, count: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """A message of ``count`` elements piece by piece: which elements, their numbers, and the bytes
-    of their scales, a row for each."""
-    numbers = message[:count].view(torch.int8)
-    scales = message[count:].view(-1, torch.float32.itemsize)
-    for start in range(0, count, _PIECE):
-        piece = slice(start, min(start + _PIECE, count))
-        yield piece, numbers[piece], scales[start // INT8_BLOCK : ceil(piece.stop / INT8_BLOCK)]
+def _scales_of(message: Tensor, count: int) -> Tensor:
+    """Copies of a message's scales, a row for each run: where they lie may be any byte."""
+    return message[count:].clone().view(torch.float32).view(-1, 1)
 
 
 class Int8Slice(GatheredSlice):

@@ -10,7 +10,8 @@ from meshwright.executor.gradients import int8
 from meshwright.planner.cost.exchange import INT8_BLOCK
 
 LENGTHS = st.one_of(
-    st.integers(1, 3 * INT8_BLOCK), st.sampled_from([int8._PIECE + d for d in (-1, 0, 1, 300)])
+    st.integers(1, 3 * INT8_BLOCK),
+    st.sampled_from([int8._PIECE["cpu"] + d for d in (-1, 0, 1, 300)]),
 )
 SEEDS = st.integers(0, 2**16)
 
