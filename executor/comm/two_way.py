@@ -45,7 +45,8 @@ def all_to_all(
 
 
 def gather_rows(rows: Tensor, own: Tensor, group: Group) -> Issued:
-    """Starts to put the ``own`` elements of every rank of the group into a row each. Collective."""
+    """Starts to put the ``own`` elements of every rank of the group into a row each, where this
+    rank's may lie already. Collective."""
     if group.on_stream and rows.is_contiguous():
         # Into a list NCCL's backend gathers by way of memory of its own, and copies each part
         # (ProcessGroupNCCL::allgather, ``newLikeFlat``).
@@ -55,7 +56,8 @@ def gather_rows(rows: Tensor, own: Tensor, group: Group) -> Issued:
         return gather(into, mine, group=group.handle, async_op=True), [into, mine]
     if group.in_pairs:
         me = group.group_ranks[group.member]
-        rows[me].view(-1).copy_(own.view(-1))
+        if rows[me].data_ptr() != own.data_ptr():
+            rows[me].view(-1).copy_(own.view(-1))
         # Bytes travel, so that every dtype does.
         theirs, mine = (t.view(-1).view(torch.uint8) for t in (rows[1 - me], own))
         counts = [0 if rank == me else mine.numel() for rank in range(2)]

@@ -100,12 +100,19 @@ def message_bytes(numel: int) -> int:
     return numel + torch.float32.itemsize * ceil(numel / INT8_BLOCK)
 
 
-def pack(values: Tensor, residual: Tensor, *, on_stream: bool = False) -> Tensor:
+def messages_for(values: Tensor, count: int) -> Tensor:
+    """Memory for so many messages of flat values, a row for each."""
+    return values.new_empty(count, message_bytes(values.numel()), dtype=torch.uint8)
+
+
+def pack(
+    values: Tensor, residual: Tensor, into: Tensor | None = None, *, on_stream: bool = False
+) -> Tensor:
     """The message of flat ``values`` and the ``residual`` of those before, in which what this one
-    leaves is put. Values are not needed after that, and changed. With ``on_stream`` the host does
-    not wait for what it launches."""
+    leaves is put; it lies in ``into``, bytes, or in memory of its own. Values are not needed after
+    that, and changed. With ``on_stream`` the host does not wait for what it launches."""
     count, scratch = values.numel(), _scratch_for(values)
-    message = torch.empty(message_bytes(count), dtype=torch.uint8, device=values.device)
+    message = messages_for(values, 1)[0] if into is None else into
     numbers, scales = message[:count].view(torch.int8), _scales_for(values)
     for scale, total, left, sent in _pieces(scales, values, residual, numbers):
         total.add_(left)
@@ -113,7 +120,7 @@ def pack(values: Tensor, residual: Tensor, *, on_stream: bool = False) -> Tensor
         _round(total.to(scratch.dtype), rounded, scale)
         sent.copy_(rounded)
         _keep(total, scale, rounded.mul_(scale).to(total.dtype), left, on_stream=on_stream)
-    message[count:].view(scales.shape[0], -1).copy_(scales.view(torch.uint8))
+    message[count:].view(-1, torch.float32.itemsize).copy_(scales.view(torch.uint8))
     return message
 
 
@@ -184,4 +191,8 @@ class Int8GradGroup(LossyGradGroup):
         (param,) = one.params
         values = flat(self.gradients[param])[one.elements]
         kept = flat(self.held(param))[one.elements]
-        one.gather(pack(values, kept, on_stream=param.group.on_stream))
+        group = param.group
+        messages = messages_for(values, group.size)
+        # Where it stands among what comes from others: a copy would take a tenth of packing it.
+        own = messages[group.group_ranks[group.member]]
+        one.gather(pack(values, kept, own, on_stream=group.on_stream), messages)

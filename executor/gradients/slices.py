@@ -170,13 +170,14 @@ class GatheredSlice(Slice, ABC):
         # Those of a gradient whose sum would take a ring as long.
         return self.params[0].group.size * self.message_bytes // 2
 
-    def gather(self, message: Tensor) -> None:
-        """Starts to show the message to all peers. Collective, in the order of all slices."""
+    def gather(self, message: Tensor, rows: Tensor | None = None) -> None:
+        """Starts to show the message to all peers; those of all come into ``rows``, where it may
+        stand already. Collective, in the order of all slices."""
         self._arrived = False
         group = self.params[0].group
         if message.numel():
             self._wire = message
-            rows = message.new_empty(group.size, len(message))
+            rows = message.new_empty(group.size, len(message)) if rows is None else rows
             self._messages = list(rows)
             self.work, self._comm_tensors = gather_rows(rows, message, group)
 

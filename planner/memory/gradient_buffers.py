@@ -11,8 +11,8 @@ of its own. Per parameter, with P its shard's bytes and G peers:
               by the same share, and what is sent leaves a part of the gradient's place free
     top-k     what all peers send: G · ratio · P with indices, and one's own message; the ratio
               is largest at the beginning, while top-k warms up
-    int8      what all peers send and one's own message, a little more than a quarter of P each
-              where elements have 32 bits
+    int8      what all peers send, a little more than a quarter of P each where elements have 32
+              bits: one's own message is made where it stands among them
     low rank  the message, up to twice ratio · P as matrices are not square; with 16 bits a copy of
               the largest parameter in 32 as it is made
     dropped   nothing besides what dense has
@@ -58,7 +58,7 @@ def comm_buffer_bytes(model: CostModel, k: int, option: Option) -> float:
     if option.exchange == "topk":
         return (layout.groups + 1) * _message_bytes(model, option, sum(sizes))
     if option.exchange == "int8":
-        return (layout.groups + 1) * model.int8_share * sum(sizes)
+        return layout.groups * model.int8_share * sum(sizes)
     if option.exchange == "low_rank":
         return 2 * option.ratio * model.thin_bytes_share * sum(sizes)
     if option.exchange != "sharded":

@@ -50,6 +50,10 @@ def everything(group: Group) -> list[Row]:
         work, _ = gather_rows(rows, own, group)
         work.wait()
         found.append(rows.double().flatten().tolist())
+        in_place = torch.zeros(size, 6, dtype=dtype)
+        standing = in_place[group.group_ranks[me]].copy_(own)
+        gather_rows(in_place, standing, group)[0].wait()
+        assert torch.equal(in_place, rows)
     return found
 
 

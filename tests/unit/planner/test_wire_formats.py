@@ -209,7 +209,7 @@ def test_what_rounding_leaves_and_messages_take_memory():
 
     exact, short = held(HOME), held(EIGHT)
     assert short["residual"] - exact["residual"] == SIZE
-    assert short["comm_buffers"] == pytest.approx(5 * SIZE / 4 * (1 + 4 / 256))
+    assert short["comm_buffers"] == pytest.approx(4 * SIZE / 4 * (1 + 4 / 256))
     assert short["gradients"] == exact["gradients"]
 
 
