@@ -84,11 +84,13 @@ def lossy_sentences(plan: Plan) -> list[str]:
         return []
     several = len(lossy) > 1
     ways = ", ".join(sorted({unit.exchange for unit in lossy}))
+    # Of eight bits every element is sent, rounded.
+    if any(unit.exchange != "int8" for unit in lossy):
+        ways += "; a number behind it is the share that is sent"
     return [
         f"{len(lossy)} {'units keep' if several else 'unit keeps'} a part of "
-        f"{'their gradients' if several else 'its gradient'} for later steps ({ways}; a number "
-        "behind it is the share that is sent). That changes the training: compare with meshwright "
-        "verify PLAN --steps 50."
+        f"{'their gradients' if several else 'its gradient'} for later steps ({ways}). That "
+        "changes the training: compare with meshwright verify PLAN --steps 50."
     ]
 
 

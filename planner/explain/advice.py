@@ -230,7 +230,10 @@ def _unmeasured(exact: Problem) -> list[Way]:
     """The ways that a profile must have been measured for."""
     if _measured(exact) or is_scaled(exact.profile.precision):
         return []
-    why = "profile the model on a device that is here: what its gradients keep is not measured"
+    why = (
+        "what its gradients keep is not measured: run meshwright profile TARGET -o profile.json "
+        "where a device is, and give that file as TARGET"
+    )
     kinds: dict[str, Changes] = {EIGHT_BITS: "rounding", IN_PART: "waiting"}
     return [
         Way(
