@@ -54,6 +54,8 @@ def test_what_keeps_a_part_is_told_to_change_the_training() -> None:
     (said,) = lossy_sentences(made(exchange="low_rank", exchange_ratio=0.02))
     assert said.startswith("1 unit keeps a part of its gradient for later steps (low_rank; ")
     assert "changes the training: compare with meshwright verify PLAN --steps 50" in said
+    (rounded,) = lossy_sentences(made(exchange="int8"))
+    assert "for later steps (int8). That" in rounded
 
 
 def test_one_seed_leaves_nothing_to_compare_with() -> None:
