@@ -356,7 +356,8 @@ def explain(
         note(f"alternatives are told of the {told} units of {len(found.units)} that take most")
     tables = explanation_tables(found, made.goal.objective, fold=not all_units)
     shares = local_batch_sentences(made, made_from(made, *given)[1])
-    deliver(found, None, json, *tables, *local_sentences(made), *shares)
+    sentences = [*local_sentences(made), *lossy_sentences(made), *shares]
+    deliver(found, None, json, *tables, *sentences)
 
 
 def compare(

@@ -60,6 +60,19 @@ def lossy_profile():
     )
 
 
+def test_what_changes_the_training_is_told_wherever_a_plan_is_shown(meshwright, tmp_path):
+    save(lossy_profile(), tmp_path / "profile.json")
+    save(cluster(4, inter=2e6), tmp_path / "cluster.json")
+    base = ("profile.json", "-c", "cluster.json", "--batch", 64, "--solver", "heuristic")
+    allowed = ("--allow-lossy", "--min-fidelity", 0.9, "-o", "plan.json")
+    made = meshwright("plan", *base, *allowed)
+    explained = meshwright("explain", "plan.json", "--no-what-if")
+    assert meshwright("report", "plan.json", "-o", "page.html").code == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for shown in (made.out, explained.out, page):
+        assert "for later steps (" in " ".join(shown.split())
+
+
 @pytest.mark.parametrize(
     ("nodes", "devices", "bytes_per_s", "changes"),
     [
