@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import shlex
@@ -115,7 +116,10 @@ class HostConnection:
                 stream.flush()
             stream.close()
         except OSError:
-            return  # the end comes as an event
+            # The end comes as an event. What is not written yet would be tried once more when the
+            # stream is freed, and Python 3.13 prints that it failed.
+            with contextlib.suppress(OSError):
+                stream.close()
 
     def _read(self, stream: IO[bytes], kind: str) -> None:
         for line in stream:

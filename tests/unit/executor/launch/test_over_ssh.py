@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from meshwright import Hosts, InputError, RunError
 from meshwright.executor.launch.hosts.over_ssh import launch_over_ssh, meeting_peer, signals_raised
 from meshwright.executor.launch.hosts.protocol import HostWork, RendezvousAddress
 from meshwright.executor.launch.hosts.serve import meeting_place
-from meshwright.executor.launch.hosts.ssh import ssh_command
+from meshwright.executor.launch.hosts.ssh import HostConnection, ssh_command
 from meshwright.planner.schema.errors import MemoryRunError
 from meshwright.planner.schema.plan import Plan
 
@@ -233,6 +234,14 @@ def test_hosts_hear_so_while_a_terminal_does_not_read(ssh, tmp_path, monkeypatch
     behave_as_host(ssh, "a", f"begin()\nprint('x', flush=True)\n{wait}Path({str(heard)!r}).touch()")
     behave_as_host(ssh, "b", "begin()\n")
     launched()
+
+
+def test_what_a_host_that_has_ended_was_not_told_is_dropped():
+    events = queue.Queue()
+    connection = HostConnection(0, [sys.executable, "-c", "pass"], "token", events)
+    assert events.get(timeout=60).kind == "ended"
+    connection.send(b"alive")
+    assert wait_until(lambda: connection._process.stdin.closed, 10.0)
 
 
 @pytest.mark.parametrize(
