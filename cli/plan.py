@@ -35,12 +35,10 @@ from .render.documents import (
     ddp_sentences,
     decision_table,
     fewer_sentence,
-    local_batch_sentences,
-    local_sentences,
-    lossy_sentences,
     memory_sentences,
     origin_sentences,
     prediction_table,
+    training_sentences,
     verdict,
 )
 from .render.explanations import explanation_tables
@@ -283,8 +281,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
     note(_over_limit(made))
-    words = [verdict(made), *local_sentences(made), *lossy_sentences(made)]
-    words += local_batch_sentences(made, cluster)
+    words = [verdict(made), *training_sentences(made, cluster)]
     # A profile measured for this plan is found on disk again, unless it could not be kept there.
     with suppress(InputError):
         profile, cluster = made_from(made, profile, cluster)
@@ -355,9 +352,8 @@ def explain(
     if told < len(found.units):
         note(f"alternatives are told of the {told} units of {len(found.units)} that take most")
     tables = explanation_tables(found, made.goal.objective, fold=not all_units)
-    shares = local_batch_sentences(made, made_from(made, *given)[1])
-    sentences = [*local_sentences(made), *lossy_sentences(made), *shares]
-    deliver(found, None, json, *tables, *sentences)
+    _, links = made_from(made, *given)
+    deliver(found, None, json, *tables, *training_sentences(made, links))
 
 
 def compare(

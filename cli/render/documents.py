@@ -61,6 +61,15 @@ def ddp_sentences(plan: Plan, ddp_s: float) -> list[str]:
     ]
 
 
+def training_sentences(plan: Plan, cluster: Cluster) -> list[str]:
+    """What a plan does to the training, wherever it is shown."""
+    return [
+        *local_sentences(plan),
+        *lossy_sentences(plan),
+        *local_batch_sentences(plan, cluster),
+    ]
+
+
 def local_sentences(plan: Plan) -> list[str]:
     """How hosts train apart, where they do."""
     local = plan.local_steps

@@ -27,12 +27,10 @@ from .documents import (
     bound_sentence,
     decision_table,
     fewer_sentence,
-    local_batch_sentences,
-    local_sentences,
-    lossy_sentences,
     memory_sentences,
     origin_sentences,
     prediction_table,
+    training_sentences,
     verdict,
 )
 from .folding import fold_short
@@ -160,8 +158,7 @@ def _head(found: PageContents) -> Iterator[Element]:
         f"{plan.precision or 'as built'}.",
         class_="note",
     )
-    yield from _sentences([verdict(plan), *local_sentences(plan), *lossy_sentences(plan)])
-    yield from _sentences(local_batch_sentences(plan, cluster))
+    yield from _sentences([verdict(plan), *training_sentences(plan, cluster)])
     yield from _sentences(origin_sentences(plan, found.profile, cluster))
     yield from _sentences(memory_sentences(plan, found.profile, cluster))
     yield from _sentences([bound_sentence(found.bottleneck)])
