@@ -27,7 +27,7 @@ from .render.comparisons import (
     measured_table,
     verification_table,
 )
-from .values import whole
+from .values import given_options, whole
 
 
 def verify(
@@ -185,6 +185,7 @@ def launch(
             f"--steps {steps} concerns a plan's own workload, and a script makes as many as it "
             "likes: leave it out, or give it to the script behind its name"
         )
+    note(None if script else _no_whole_round(made, steps))
     found_hosts = asked.found_hosts()
     restarts = _restarts(max_restarts, min_nodes, profile, cluster)
     restarts.check(
@@ -250,6 +251,18 @@ def launch(
         raise unwritten[0]
 
 
+def _no_whole_round(plan: Plan, steps: int) -> str | None:
+    """That so many steps are not the rounds that were predicted, where hosts train apart."""
+    local = plan.local_steps
+    if local is None or steps >= local.inner_steps:
+        return None
+    return (
+        f"hosts average what they have learnt once in {local.inner_steps} steps, and --steps "
+        f"{steps} is no whole round, for whose mean the step is predicted: ask for more, such as "
+        f"--steps {2 * local.inner_steps}"
+    )
+
+
 def _restarts(
     most: int | None, min_nodes: int | None, profile: Path | None, cluster: Path | None
 ) -> Restarts:
@@ -296,13 +309,6 @@ def _too_few(is_script: bool) -> str:
     if is_script:
         return "the script made fewer than two optimizer steps under the plan"
     return "fewer than 3 of --steps were left, and the first two only warm up"
-
-
-def given_options(context: typer.Context) -> set[str]:
-    """The parameters that the command line has. Defaults look like values: only the context knows
-    which were given."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {n for n, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
 def _check_belongs(given: set[str], start: str, what: str, asked: object) -> None:

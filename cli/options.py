@@ -191,7 +191,11 @@ Script = Annotated[
     typer.Argument(metavar="[SCRIPT ARGS…]", help="What every rank runs (default: training)."),
 ]
 Steps = Annotated[
-    int, whole("Steps to measure where no script is given; with --checkpoint, in all.")
+    int,
+    whole(
+        "Steps to measure where no script is given, after two that warm up; with --checkpoint, "
+        "steps in all."
+    ),
 ]
 RanksHere = Annotated[
     Sequence[int] | None,

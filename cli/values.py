@@ -121,6 +121,13 @@ def _counts(text: str) -> tuple[int, ...]:
     return found
 
 
+def given_options(context: typer.Context) -> set[str]:
+    """The parameters that the command line has. Defaults look like values: only the context knows
+    which were given."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {n for n, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
 def by_name(given: Sequence[str] | None, option: str) -> dict[str, str]:
     """The values of an option that is given as NAME=VALUE, several times: by name."""
     found: dict[str, str] = {}
@@ -171,6 +178,15 @@ def _parse_bytes(text: str) -> int:
         asked = text.strip()
         raise InputError(f"{asked} is no whole number of bytes: write a unit, as in {asked}GiB")
     return round(count)
+
+
+def amount_text(count: int) -> str:
+    """So many bytes as ``_parse_bytes`` reads them, in the largest unit that they are whole of."""
+    for unit in ("GiB", "MiB", "KiB"):
+        whole, rest = divmod(count, _UNITS[unit[:-1].lower()])
+        if not rest:
+            return f"{whole}{unit}"
+    return str(count)
 
 
 def _parse_seconds(text: str) -> float:

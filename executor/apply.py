@@ -1,6 +1,7 @@
 """Applies a plan to a model and its optimizer, in place."""
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -49,9 +50,10 @@ from .gradients.sharded import shard
 from .headroom import check_headroom, check_optimizer_state, watch_memory
 from .memory.install import check_memory, install_memory
 from .optimizer import kinds as optimizers
+from .optimizer.closures import average_losses
 from .optimizer.lazy import releases_not
 from .optimizer.state import mark_state, slice_state
-from .parallel import ModelT, adopt, is_parallel, planned_parameter
+from .parallel import ModelT, adopt, has_plan, is_parallel, planned_parameter
 from .redistribution.boundary import leaves_to_other_division
 from .redistribution.shard_gradient import Members
 from .redistribution.shards import ModelShards, Shard, SubsetShard, install
@@ -123,11 +125,13 @@ def _apply(
     params = shard(params, optimizer, run.world, run.watch)
     run.start(params, _buffers(model, plan, shards))
     install_chunks(model, run.flat_shards)
-    adopt(model, run)
+    adopt(model, run, optimizer)
     compile_regions(model, run)
     watch_memory(run, model, optimizer)
     if optimizer is not None:
         run.make_lazy(optimizer)
+        if run.world.size > 1:
+            average_losses(optimizer, weakref.ref(run))
         if shards.parameters or run.flat_shards:
             mark_state(optimizer)
     if local is not None and optimizer is not None:
@@ -230,6 +234,12 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
             f"parameter {planned!r} is of another model to which a plan was applied, and its "
             "gradients would be exchanged twice: make one module of models that share parameters, "
             "and apply one plan to that"
+        )
+    if optimizer is not None and has_plan(optimizer):
+        raise InputError(
+            f"this {type(optimizer).__name__} was given with another model to which a plan was "
+            "applied: make one module of both models and apply one plan to that, or an optimizer "
+            "for each"
         )
     refusals = CAPABILITY.refusals(plan)
     if refusals:

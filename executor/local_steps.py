@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -81,14 +81,17 @@ class AgreedPart:
 
     def _overlaps(self) -> Iterator[tuple[slice, Tensor]]:
         """Where in this rank's part a tensor's elements lie, and these."""
-        start = 0
+        for own, param, first in self._places():
+            yield own, _real(param).reshape(-1)[own.start - first : own.stop - first]
+
+    def _places(self) -> Iterator[tuple[slice, GradParam, int]]:
+        """Where in this rank's part elements of a parameter lie, and where its first one would."""
+        start = -self._begin
         for param in self._params:
-            tensor = _real(param)
-            first, last = start - self._begin, start - self._begin + tensor.numel()
-            own = slice(max(first, 0), min(last, self.size))
+            first, start = start, start + _real(param).numel()
+            own = slice(max(first, 0), min(start, self.size))
             if own.start < own.stop:
-                yield own, tensor.reshape(-1)[own.start - first : own.stop - first]
-            start += tensor.numel()
+                yield own, param, first
 
     def write(self, part: Tensor, watch: Watchdog, issued: Issued, doing: str) -> None:
         """Makes the parameters what the ranks of the host have as their parts. Collective among
@@ -115,6 +118,10 @@ class AgreedPart:
         """The outer optimizer's step: SGD with Nesterov momentum, by how far hosts have ``moved``
         from the agreed copy in the mean, which is overwritten. This rank's part of the parameters
         after it."""
+        # Of what is frozen by now hosts agree once more, and then it stays.
+        for own, param, _ in self._places():
+            if not param.parameter.requires_grad:
+                self.momentum[own].zero_()
         self.momentum.mul_(local.outer_momentum).add_(moved)
         # As torch's SGD computes it.
         moved.add_(self.momentum, alpha=local.outer_momentum)
@@ -210,7 +217,7 @@ class HostsApart:
         doing = self._doing(fragment)
         tensors = [part.moved() for part in self.fragments[fragment]]
         if self._ends_round(fragment):
-            tensors += [torch.cat([b.reshape(-1) for b in alike]) for alike in self._alike()]
+            tensors += self._flat_buffers()
         self._in_flight[fragment] = [self._start(tensor, doing) for tensor in tensors]
 
     def _alike(self) -> list[list[Tensor]]:
@@ -221,6 +228,19 @@ class HostsApart:
             if buffer.is_floating_point():
                 found.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         return list(found.values())
+
+    def _flat_buffers(self) -> list[Tensor]:
+        """Copies of them, each of one type flat."""
+        return [torch.cat([b.reshape(-1) for b in alike]) for alike in self._alike()]
+
+    def _set_buffers(self, sums: Iterable[Tensor]) -> None:
+        """Makes them the means of what all hosts have added up; none where that has no buffers, as
+        within a round."""
+        for alike, total in zip(self._alike(), sums, strict=False):
+            total.div_(self.local.hosts)
+            means = torch.split(total, [buffer.numel() for buffer in alike])
+            for buffer, mean in zip(alike, means, strict=True):
+                buffer.copy_(mean.view_as(buffer))
 
     def _start(self, tensor: Tensor, doing: str) -> _FragmentMessage:
         sent = ring_bytes("all_reduce", self._apart.size, tensor.nbytes)
@@ -236,11 +256,7 @@ class HostsApart:
         for part, total in zip(parts, sums, strict=False):
             new = part.step(total.div_(self.local.hosts), self.local)
             part.write(new, self._watch, self._issued, f"{doing} inside the host")
-        for alike, total in zip(self._alike(), sums[len(parts) :], strict=False):
-            total.div_(self.local.hosts)
-            means = torch.split(total, [buffer.numel() for buffer in alike])
-            for buffer, mean in zip(alike, means, strict=True):
-                buffer.copy_(mean.view_as(buffer))
+        self._set_buffers(sums[len(parts) :])
         del self._in_flight[fragment]
 
     def _arrived(self, fragment: int) -> list[Tensor]:
@@ -261,18 +277,29 @@ class HostsApart:
 
     @contextmanager
     def agreed_values(self) -> Iterator[None]:
-        """While inside, parameters are the copies that hosts agree on. Collective in a host."""
+        """While inside, parameters are the copies that hosts agree on, and buffers that training
+        changes the means of all hosts'. Collective over all ranks."""
         self.agree_before_first_step()
-        before = [_real(p).clone() for p in self._params]
+        own = [*map(_real, self._params), *chain.from_iterable(self._alike())]
+        before = [tensor.clone() for tensor in own]
         with torch.no_grad():
             for part in (part for parts in self.fragments for part in parts):
                 part.write(part.agreed, self._watch, self._issued, "the agreed parameters")
+            self._average_buffers()
         try:
             yield
         finally:
             with torch.no_grad():
-                for param, tensor in zip(self._params, before, strict=True):
-                    _real(param).copy_(tensor)
+                for tensor, value in zip(own, before, strict=True):
+                    tensor.copy_(value)
+
+    def _average_buffers(self) -> None:
+        doing = "the buffers of all hosts"
+        sums = [self._start(tensor, doing) for tensor in self._flat_buffers()]
+        for message in sums:
+            assert message.work is not None
+            self._watch.wait(message.work, self._apart, doing)
+        self._set_buffers(message.tensor for message in sums)
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on from here, besides the states of model and optimizer. Waits for
@@ -281,6 +308,7 @@ class HostsApart:
         parts = [part for parts in self.fragments for part in parts]
         return {
             "step": self.step_number,
+            "round": self._round,
             "agreed": [part.agreed.clone() for part in parts],
             "momentum": [part.momentum.clone() for part in parts],
             "in_flight": {
@@ -297,7 +325,15 @@ class HostsApart:
         saved = [tuple(tensor.shape) for tensor in state["agreed"]]
         if saved != [tuple(part.agreed.shape) for part in parts]:
             return "holds agreed copies of other sizes"
+        # What is on its way arrives at a step that follows from the round.
+        if state["in_flight"] and state.get("round", self._round) != self._round:
+            return "was saved in a round of other steps, with averages on their way"
         return None
+
+    @property
+    def _round(self) -> list[int]:
+        """What the steps at which fragments leave and arrive follow from."""
+        return [self.local.inner_steps, self.local.delay, *self.local.fragments]
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on from what ``state`` gave."""

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..models.units.kept import has_graph, kept_results
+from ..models.units.kept import empty_attributes, has_graph, kept_results
 from ..planner.schema.errors import InputError
 from .comm.steps import after_each_step, before_each_step, parameters_of
 from .gradients.pending import PARAM_METADATA, PendingParam, resume, suspend
@@ -38,10 +38,12 @@ if TYPE_CHECKING:
 
 class KeptResults:
     """The attributes in which a model's modules keep results, found in its first forward in
-    training mode and in the first out of it: many keep a loss in training only."""
+    training mode and in the first out of it: many keep a loss in training only. Those that were
+    empty then are looked at in each forward."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[nn.Module, str], None] = {}  # as a set that keeps its order
+        self._empty: dict[tuple[nn.Module, str], None] = {}
         self._searched: set[bool] = set()
         self._old: dict[int, weakref.ref[Any]] = {}
 
@@ -55,6 +57,11 @@ class KeptResults:
         if model.training not in self._searched:
             self._searched.add(model.training)
             self._places |= dict.fromkeys(kept_results(model, _is_result))
+            self._empty |= dict.fromkeys(empty_attributes(model))
+        filled = [at for at in self._empty if _holds_result(vars(at[0]).get(at[1]))]
+        for at in filled:
+            del self._empty[at]
+        self._places |= dict.fromkeys(filled)
         if not self._places:
             return
 
@@ -96,6 +103,12 @@ _SHARED = (list, dict)
 
 def _is_result(leaf: object) -> bool:
     return isinstance(leaf, LazyRedistributed) or has_graph(leaf)
+
+
+def _holds_result(value: object) -> bool:
+    if not isinstance(value, Tensor | list | tuple | dict):
+        return False
+    return any(map(_is_result, pytree.tree_leaves(value)))
 
 
 def _weakly(places: Iterable[tuple[nn.Module, str]]) -> dict[int, weakref.ref[Any]]:
@@ -263,6 +276,8 @@ def check_steps(
                 "backward, and give the optimizer to auto_parallelize, whose plan may then update "
                 "parameters in backward by itself (early release)"
             )
+        # After a forward without a backward, as of a look at the accuracy before the step.
+        run.guard.disarm()
         if used is given() and len(used.param_groups) > groups:
             groups = len(used.param_groups)
             watch_others(planned, used, tell=tell)

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame  # torch has no public name for it
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,6 +31,10 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 _RUN = "_meshwright_run"
 # By parameter, the run that exchanges its gradients; weak, too.
 _runs_of: Any = WeakIdKeyDictionary()
+# By optimizer, the run of the model that it was given with.
+_runs_of_optimizers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Run]] = (
+    weakref.WeakKeyDictionary()
+)
 # The run whose model was called last, for ``loss_weight``. Weak: it ends with its model.
 _latest: weakref.ref[Run] | None = None
 
@@ -43,6 +49,34 @@ class _NotWrapped:
             "DistributedDataParallel around it would do so again: leave that out; a Trainer, an "
             "Accelerator or a strategy of Fabric leaves it out after mw.adapt (docs/frameworks.md)"
         )
+
+
+class _Wrappers:
+    """Refuses DistributedDataParallel around what holds a model with a plan, which it does not look
+    up there: it would make all ranks' parts of divided parameters those of rank 0."""
+
+    def __init__(self) -> None:
+        self._looking = False
+
+    def look(self) -> None:
+        """From now on."""
+        if not self._looking:  # for good: torch cannot bear hooks to go while it calls them
+            self._looking = True
+            register_module_module_registration_hook(self._registered)
+
+    def _registered(self, owner: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is None or not isinstance(owner, DistributedDataParallel):
+            return
+        planned = (part for part in module.named_modules() if _RUN in vars(part[1]))
+        for place, _ in planned:
+            raise InputError(
+                f"{place!r} of this {type(module).__name__} has a plan, by which it exchanges its "
+                "gradients itself, and DistributedDataParallel around all of it would do so again: "
+                "give auto_parallelize the whole module"
+            )
+
+
+_wrappers = _Wrappers()
 
 
 class _NotSetUp:
@@ -159,10 +193,13 @@ class ParallelModule(nn.Module):
         return made
 
 
-def adopt(model: ModelT, run: Run) -> None:
-    """Makes ``model`` a ``ParallelModule`` that ``run`` looks after."""
+def adopt(model: ModelT, run: Run, optimizer: Optimizer | None) -> None:
+    """Makes ``model`` a ``ParallelModule`` that ``run`` looks after, as it does the optimizer."""
+    if optimizer is not None:
+        _runs_of_optimizers[optimizer] = weakref.ref(run)
     mix_in(model, ParallelModule)
     model.__dict__[_RUN] = run
+    _wrappers.look()
     for parameter in model.parameters():
         _runs_of[parameter] = weakref.ref(run)
     _set_latest(run)
@@ -180,6 +217,12 @@ def planned_parameter(model: nn.Module) -> str | None:
         if run is not None and run() is not None:
             return name
     return None
+
+
+def has_plan(optimizer: Optimizer) -> bool:
+    """Whether a plan was applied to a model that is still there with this optimizer."""
+    run = _runs_of_optimizers.get(optimizer)
+    return run is not None and run() is not None
 
 
 def mix_in(thing: Any, mixin: type) -> None:
@@ -253,10 +296,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 
 
 def agreed_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``full_state_dict`` with the parameters that hosts have agreed on: the same on all ranks,
-    under a plan with local steps, while each host's own go on from them. To save, evaluate or
-    publish. New tensors; collective: call it on every rank, between steps. Under another plan it
-    is ``full_state_dict``.
+    """``full_state_dict`` with the parameters that hosts have agreed on, and the means of all
+    hosts' buffers: the same on all ranks, under a plan with local steps, while each host's own go
+    on from there. To save, evaluate or publish. New tensors; collective: call it on every rank,
+    between steps. Under another plan it is ``full_state_dict``.
     """
     run = run_of(model)
     run.finish_steps()  # what is put back afterwards must be what the last step has made

@@ -237,11 +237,15 @@ def _next_s(known: Sequence[tuple[int, float]], size: int) -> float:
     return most + max(most - less, 0.0) / (last - before) * (size - last)
 
 
-def curves(group: MeasuredGroup, scale: float = 1.0) -> tuple[CollectiveCurve, ...]:
-    """The times as curves, with their fitted lines. ``scale`` is how many times as many bytes
-    would have taken as long with nobody beside the group, at the bandwidth of the level."""
+def curves(
+    group: MeasuredGroup, ring: float = 1.0, all_to_all: float = 1.0
+) -> tuple[CollectiveCurve, ...]:
+    """The times as curves, with their fitted lines. ``ring`` is how many times as many bytes would
+    have taken as long with nobody beside the group, at the bandwidth of the level; ``all_to_all``
+    how many the busiest end of a link carried there for each that a member sent."""
     found = []
     for collective in COLLECTIVES:
+        scale = all_to_all if collective == "all_to_all" else ring
         points = {s: v for (c, s), v in group.seconds.items() if c == collective}
         sizes = sorted(points)
         taken = [_typical_s(points[s]) for s in sizes]

@@ -21,6 +21,7 @@ from ..executor.comm.pairwise import connect
 from ..executor.comm.setups import device_name, software
 from ..executor.launch.start import memory_bytes
 from ..planner.cost.collectives import Fabric, rings
+from ..planner.cost.redistribution import all_to_all_load
 from ..planner.schema.cluster import (
     Cluster,
     Collective,
@@ -294,8 +295,11 @@ def _cluster(
     fabric = Fabric(cluster, tuple(range(len(hosts))))
     found: dict[str, list[CollectiveCurve]] = {}
     for name, sets, group in measured:
-        own = curves(group, rings(fabric, np.array(sets)).scale)
-        found.setdefault(name, []).extend(own)
+        positions = np.array(sets)
+        ring = rings(fabric, positions).scale
+        # A member of a ring sends to one neighbour, of an all-to-all to hosts and its own alike.
+        busiest = all_to_all_load(fabric, positions) if name == "inter" else ring
+        found.setdefault(name, []).extend(curves(group, ring, busiest))
     levels = tuple(
         msgspec.structs.replace(
             level,

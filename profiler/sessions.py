@@ -10,6 +10,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -30,6 +31,7 @@ from ..executor.launch.start import (
     local_ranks,
     memory_bytes,
     start_process_group,
+    threads_of,
     under_torchrun,
 )
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
@@ -86,9 +88,13 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def batches_for(goal: Goal, world_size: int) -> tuple[int, ...]:
-    """Batch sizes worth measuring for a goal: around what one rank gets in a micro-batch."""
-    share = max(goal.batch // (world_size * min(goal.micro_batches)), FEW)
-    return tuple(sorted({max(share // 4, FEW), max(share // 2, FEW), share, 2 * share}))
+    """Batch sizes worth measuring for a goal: around what one rank gets in a micro-batch, and what
+    it gets of as many as are allowed."""
+    share, least = (
+        max(goal.batch // (world_size * count), FEW)
+        for count in (min(goal.micro_batches), max(goal.micro_batches))
+    )
+    return tuple(sorted({least, max(share // 4, FEW), max(share // 2, FEW), share, 2 * share}))
 
 
 def profile_on_ranks(
@@ -546,7 +552,8 @@ def profile_for(
                 room_bytes=room_bytes(where),
             )  # fmt: skip
 
-        return _kept(_profile_key(chosen, batches, where), measured)
+        with _as_one_of(ranks if where.type == "cpu" else 1):
+            return _kept(_profile_key(chosen, batches, where), measured)
     if len(names) > 1 and names <= set(catalogued()):
         return _estimated_for_each(target, cluster, precision)
     if len(names) > 1:
@@ -561,6 +568,27 @@ def profile_for(
             "run 'meshwright profile' there and plan from that profile"
         )
     return _known_estimate(target, precision, name)
+
+
+@contextmanager
+def _as_one_of(ranks: int) -> Iterator[None]:
+    """Inside, torch computes with as many threads as each of so many ranks on this host has; says
+    what else they share that one process by itself does not measure."""
+    if ranks == 1 or local_ranks() > 1:
+        yield
+        return
+    warnings.warn(
+        f"a Workload cannot be sent to the {ranks} processes of a host: its times are those of one "
+        "by itself, which shares no memory bandwidth; name it as file.py:factory, and all measure "
+        "at once",
+        stacklevel=5,
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_of(ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _known_estimate(target: str | Workload, precision: str | None, device: str) -> ModelProfile:

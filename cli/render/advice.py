@@ -48,25 +48,36 @@ def _figures(way: Way) -> tuple[str, ...]:
 def advice_sentence(found: Advice) -> str:
     """What binds plain data parallelism, and what the quickest way that changes nothing, and the
     quickest of all, make of it."""
+    told = told_ways(found)
+    if not told:
+        why = next((way.why for way in found.ways if way.changes == "nothing" and way.why), "")
+        return f"{_binds(found)} No way fits that changes nothing: {why}."
+    exact, others = told[0], told[1:]
+    if exact.gain == 1.0:  # data parallelism itself, or a plan that is no more
+        words = f"{spoken(exact)} is the quickest way that changes nothing"
+    else:
+        words = f"{_as_fast(exact)} as data parallelism and changes nothing"
+    for way in others:
+        if way.changes == "algorithm":
+            words += (
+                f". If nothing else is quick enough, {_as_fast(way)} in rounds of "
+                f"{way.inner_steps} inner steps and changes the algorithm"
+            )
+        else:
+            words += f", {_as_fast(way)} and changes {CHANGES[way.changes]}"
+    return f"{_binds(found)} {words[0].upper()}{words[1:]}."
+
+
+def told_ways(found: Advice) -> list[Way]:
+    """The ways that the sentence on top tells of: the quickest that changes nothing, the quickest
+    that keeps the algorithm, the quickest of all; none where no way fits that changes nothing."""
     had = [way for way in found.ways if way.gain is not None]
     exact = next((way for way in had if way.changes == "nothing"), None)
     if exact is None:
-        why = next((way.why for way in found.ways if way.changes == "nothing" and way.why), "")
-        return f"{_binds(found)} No way fits that changes nothing: {why}."
-    if exact.gain == 1.0:  # data parallelism itself, or a plan that is no more
-        words = f"{_spoken(exact)} is the quickest way that changes nothing"
-    else:
-        words = f"{_as_fast(exact)} as data parallelism and changes nothing"
+        return []
     # Local steps are the last resort, whatever they reach.
     best = next(way for way in had if way.changes != "algorithm")
-    if best is not exact:
-        words += f", {_as_fast(best)} and changes {CHANGES[best.changes]}"
-    if had[0] is not best:
-        words += (
-            f". If nothing else is quick enough, {_as_fast(had[0])} in rounds of "
-            f"{had[0].inner_steps} inner steps and changes the algorithm"
-        )
-    return f"{_binds(found)} {words[0].upper()}{words[1:]}."
+    return list(dict.fromkeys((exact, best, had[0])))
 
 
 def slow_sentences(found: Advice) -> list[str]:
@@ -92,8 +103,9 @@ def _binds(found: Advice) -> str:
 
 
 def _as_fast(way: Way) -> str:
-    return f"{_spoken(way)} is {way.gain:.2f} times as fast"
+    return f"{spoken(way)} is {way.gain:.2f} times as fast"
 
 
-def _spoken(way: Way) -> str:
+def spoken(way: Way) -> str:
+    """A way as a sentence speaks of it."""
     return _SPOKEN.get(way.name, f"the {way.name}")

@@ -210,14 +210,7 @@ def fewer_sentence(plan: Plan, fewer: FewerDevices) -> str:
 
 def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
     """What the times are based on, where that is not just measuring what the plan does."""
-    words = []
-    if profile.origin != "measured":
-        source = {
-            "estimated": f"estimated from what is known of the {profile.device}",
-            "table": "those of a published table",
-        }[profile.origin]
-        words.append(f"The units' times are {source}, not measured.")
-    words += of_other_devices(profile, cluster)
+    words = device_sentences(profile, cluster)
     counts = batch_counts(
         plan.goal.batch, plan.world_size, plan.micro_batches, plan.local_batch_sizes
     )
@@ -232,10 +225,16 @@ def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> lis
     return words + [f"Calibrated: {said}." for said in (*profile.calibrated, *cluster.calibrated)]
 
 
-def of_other_devices(profile: ModelProfile, cluster: Cluster) -> list[str]:
-    """That the units were measured on a device that the cluster has none of."""
+def device_sentences(profile: ModelProfile, cluster: Cluster) -> list[str]:
+    """That the units were not measured, or on a device that the cluster has none of."""
+    if profile.origin != "measured":
+        source = {
+            "estimated": f"estimated from what is known of the {profile.device}",
+            "table": "those of a published table",
+        }[profile.origin]
+        return [f"The units' times are {source}, not measured."]
     names = {device.name for device in cluster.devices}
-    if profile.origin != "measured" or profile.device in names:
+    if profile.device in names:
         return []
     return [
         f"The units' times were measured on {profile.device}, and the cluster has "

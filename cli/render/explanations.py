@@ -57,8 +57,14 @@ def explanation_tables(
         rows = [_limit(use) for use in found.limits]
         parts.append(filled_table("Limits", ("", "used", "allowed", ""), rows))
     if found.gains:
-        known_by = "by the formula" if found.host_step_s is None else "as simulated"
+        together = found.host_step_s is None
+        known_by = "by the formula" if together else "as simulated"
         parts.append(_gains(found.gains, objective, known_by))
+        if together and objective == "time":
+            parts.append(
+                f"Plans are searched by the formula, and the step that a plan predicts "
+                f"({seconds(found.step_s)}) is simulated: of this table what is saved counts."
+            )
     return parts
 
 

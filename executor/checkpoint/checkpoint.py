@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -232,7 +233,25 @@ class Checkpoint:
             return next((told for told in every_rank_tells(found) if told is not None), None)
 
         self._found = rank_zero_decides(lambda: steps_in(self.folder))
+        if not self._found:
+            self._check_that_others_see_none()
         return first_whole(self.folder, self._found, read, wrong)
+
+    def _check_that_others_see_none(self) -> None:
+        """Raises ``InputError`` on all ranks where another one has a checkpoint in the folder:
+        where rank 0 is, a disk is missing, and training would begin anew."""
+        latest: int | None = None
+        with suppress(InputError):
+            latest = next(iter(steps_in(self.folder)), None)
+        seen = {
+            rank: step for rank, step in enumerate(every_rank_tells(latest)) if step is not None
+        }
+        if seen:
+            rank, step = next(iter(seen.items()))
+            raise InputError(
+                f"rank 0 sees no checkpoint in {self.folder}, and rank {rank} has one of step "
+                f"{step} there: see that the same folder is mounted on all hosts, or name a new one"
+            )
 
     def _restore(self, index: CheckpointIndex) -> None:
         def checked() -> Restoration:

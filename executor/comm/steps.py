@@ -88,7 +88,18 @@ def given_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     step = vars(optimizer).get("step")
     if step is None or hasattr(step, _BEFORE):
         return getattr(step, _BEFORE, None)
-    return None if hasattr(step, "_wrapped_by_lr_sched") else step
+    given: Callable[..., Any] = step
+    if not hasattr(step, "_wrapped_by_lr_sched"):
+        return given
+    counted: Callable[..., Any] | None = getattr(step, "__wrapped__", None)
+    if counted is None or counted is type(optimizer).step:
+        return None
+    return MethodType(counted, optimizer)
+
+
+def counts_as_its_own(step: Callable[..., Any], optimizer: Optimizer) -> None:
+    """Says of a ``step`` that will stand on the optimizer that it does what was there before."""
+    setattr(step, _BEFORE, given_step(optimizer))
 
 
 # What a replaced step says of the one before it; a scheduler's that is put over it says the same.
@@ -97,7 +108,7 @@ _BEFORE = "_meshwright_given"
 
 def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
     """Makes ``step(optimizer, …)`` the step of one optimizer."""
-    setattr(step, _BEFORE, given_step(optimizer))
+    counts_as_its_own(step, optimizer)
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler looks for its own mark
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

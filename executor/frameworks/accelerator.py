@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ...models.compiled import unwrapped
 from ...planner.schema.errors import InputError
+from ..comm.steps import counts_as_its_own
 from ..parallel import full_state_dict, is_parallel, mix_in, run_of
 from .whole import is_whole, loading_whole, pairs_of, saving_whole
 
@@ -37,6 +39,14 @@ class PlannedAccelerator:
             device_placement, evaluation_mode = False, True
             self._tell_precision(model)
         return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        made = super().prepare_optimizer(optimizer, device_placement)  # type: ignore[misc]
+        # With a scaler Accelerate puts a step of its own there, to see whether the scaler calls it.
+        counting = getattr(made, "_optimizer_patched_step_method", None)
+        if counting is not None and isinstance(optimizer, Optimizer):
+            counts_as_its_own(counting, optimizer)
+        return made
 
     def _tell_precision(self, model: nn.Module) -> None:
         run = run_of(model)

@@ -12,7 +12,7 @@ from ...planner.schema import cache
 from ...planner.schema.cluster import Cluster
 from ...planner.schema.errors import InfeasibleError, InputError, NoRoomError
 from ...planner.schema.goal import Goal
-from ...planner.schema.pins import EARLY_RELEASE
+from ...planner.schema.pins import EARLY_RELEASE, without
 from ...planner.schema.plan import Plan, UnitPlan
 from ...planner.schema.profile import ModelProfile
 from ...planner.schema.text import ranks, seconds, size
@@ -85,14 +85,15 @@ class Replanner:
             goal = goal.within(self.limit_bytes)
         if self.plan.local_steps is None:
             goal = _goal_together(goal)
-        # A plan does not tell which policies it was forbidden. Not every loop bears one whose
-        # parameters are updated in backward, so a run that had none is not given it.
+        # Not every loop bears a plan whose parameters are updated in backward, so a run that had
+        # none is not given it.
         early = any(unit.early_release for unit in self.plan.units)
         problem = problem_for(
             self.profile, there, goal, CAPABILITY,
-            bursts=self.plan.leaves_idle,
-            forbidden=() if early else (EARLY_RELEASE,), schedule=self.plan.schedule,
+            bursts=self.plan.leaves_idle, schedule=self.plan.schedule,
         )  # fmt: skip
+        if not early:
+            problem = replace(problem, capability=without(problem.capability, (EARLY_RELEASE,)))
         try:
             problem = expand_pins(problem)
         except InputError:  # a style that no unit can have on so few

@@ -174,7 +174,7 @@ def run_with_restarts(
 ) -> Made:
     """``attempt(ranks, keeping)``, again where it has lost one of this host's ranks; ``say`` is
     told why. Raises the error of the last. ``steps`` as in ``RestartCount``."""
-    from ..checkpoint.folder import steps_in
+    from ..checkpoint.latest import latest_whole
 
     count = RestartCount(restarts.most, ranks.timeout_s, steps)
     ranks = replace(ranks, limit_s=ranks.timeout_s)
@@ -182,7 +182,9 @@ def run_with_restarts(
         try:
             return attempt(ranks, keeping)
         except MeshwrightError as error:
-            step = next(iter(steps_in(Path(keeping.folder))), 0) if keeping is not None else None
+            step = None
+            if keeping is not None:
+                step = latest_whole(Path(keeping.folder), by_size=True).step
             say(count.after(error, step))
         ranks = replace(ranks, timeout_s=count.left_s)
         if keeping is not None:

@@ -51,9 +51,8 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     atexit.register(time.sleep, 0.1)
     if dist.is_initialized():
         return _with_memory(device)
-    # Ranks on one host divide its cores, unless the user has said how many threads each takes.
-    if local_ranks() > 1 and not _threads_are_told():
-        torch.set_num_threads(max(1, cores() // local_ranks()))
+    if local_ranks() > 1:
+        torch.set_num_threads(threads_of(local_ranks()))
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     limit = datetime.timedelta(seconds=timeout_s)
     if under_torchrun():
@@ -70,6 +69,12 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     atexit.register(_end_process_group)
     return _with_memory(agreed_device(device))
+
+
+def threads_of(ranks: int) -> int:
+    """Threads of each of so many ranks on this host: they divide its cores, unless the user has
+    said how many each takes."""
+    return torch.get_num_threads() if _threads_are_told() else max(1, cores() // ranks)
 
 
 def _threads_are_told() -> bool:

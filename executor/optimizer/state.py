@@ -70,13 +70,14 @@ def shard_loaded_state(
     """Of what is loaded into the optimizer from now on, it keeps this rank's chunks."""
     loaded: dict[str, Any] = {}
 
-    def shard_it(optimizer: torch.optim.Optimizer) -> None:
+    def restore(optimizer: torch.optim.Optimizer) -> None:
         _restore_types(optimizer, sharded, loaded)
         loaded.clear()
-        shard_state(optimizer, sharded)
 
     optimizer.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state))
-    optimizer.register_load_state_dict_post_hook(shard_it)
+    # Before anything is cut: what was loaded may be whole, and of a parameter that is divided too.
+    optimizer.register_load_state_dict_post_hook(restore, prepend=True)
+    optimizer.register_load_state_dict_post_hook(lambda o: shard_state(o, sharded))
 
 
 def _restore_types(

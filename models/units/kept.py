@@ -15,16 +15,38 @@ def has_graph(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.grad_fn is not None
 
 
+def empty_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules and the names of their attributes that may come to hold what a forward makes: they
+    have nothing now, a zero or a tensor without a graph."""
+    for module in model.modules():
+        for name, value in _attributes(module):
+            if isinstance(value, Tensor):
+                empty = not has_graph(value)
+            elif isinstance(value, int | float | list | tuple | dict):
+                empty = not value and not isinstance(value, bool)
+            else:
+                empty = value is None
+            if empty:
+                yield module, name
+
+
 def kept_results(
     model: nn.Module, is_result: Callable[[object], bool] = has_graph
 ) -> Iterator[tuple[nn.Module, str]]:
     """Modules and the names of their attributes that hold what a forward made: tensors with a
-    graph, by themselves or in lists, tuples and dicts; none that is computed from the module's
-    parameters before each forward."""
+    graph, by themselves or in lists, tuples and dicts."""
     for module in model.modules():
-        for name, value in vars(module).items():
-            computed = any(name + source in module._parameters for source in _SOURCES)
-            if name in _OWN or computed or not isinstance(value, Tensor | list | tuple | dict):
+        for name, value in _attributes(module):
+            if not isinstance(value, Tensor | list | tuple | dict):
                 continue
             if any(is_result(leaf) for leaf in pytree.tree_leaves(value)):
                 yield module, name
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """A module's attributes that every module does not have, but for what is computed from its
+    parameters before each forward."""
+    for name, value in vars(module).items():
+        computed = any(name + source in module._parameters for source in _SOURCES)
+        if name not in _OWN and not computed:
+            yield name, value

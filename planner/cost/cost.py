@@ -204,9 +204,11 @@ class CostModel(Exchanges):
         copies_s = 2.0 * trained / (host_rate or 1.0) if option.feedback == "host_mirror" else 0.0
         own_s = self.overhead_s(k, trained if layout.groups > 1 else 0)
         encode_s, decode_s = self._coding_s(option, trained)
+        # Coded is what micro-batches have added up, in the last backward.
+        more_s = encode_s / self.micro_batches + self._adding_s(trained)
         cost = UnitCost(
             forward_s=share.forward_s,
-            backward_s=share.backward_s + own_s + copies_s + encode_s,
+            backward_s=share.backward_s + own_s + copies_s + more_s,
             update_s=self._update_s(option, trained) + decode_s,
             inner_forward=inner_forward,
             inner_backward=inner_backward,
@@ -268,10 +270,17 @@ class CostModel(Exchanges):
 
     def overhead_s(self, k: int, gradient_bytes: int) -> float:
         """The executor's own work in the backward of unit ``k``, as far as its device does it: for
-        each of its parameters, for what it exchanges, and once in a step."""
+        each of its parameters, and of what comes once in a step its part: for what it exchanges."""
         if self.hosts_take_time:
             return 0.0
-        return self._around_parameters_s(k) + self._overhead.byte_s * gradient_bytes
+        exchanged_s = self._overhead.byte_s * gradient_bytes / self.micro_batches
+        return self._around_parameters_s(k) + exchanged_s
+
+    def _adding_s(self, trained_bytes: int) -> float:
+        """What a backward takes to add gradients to those of the micro-batches before, in the mean
+        of a step's: none does in the first. An update without momentum moves as many bytes."""
+        rates = (kind.profile.update_seconds_per_byte("sgd") for kind in self.kinds)
+        return (1 - 1 / self.micro_batches) * max(rates) * trained_bytes
 
     def rerun_s(self, k: int) -> float:
         """The executor's own work around the second forward of unit ``k``, as far as its device
@@ -516,8 +525,8 @@ def recomputed(cost: UnitCost, around_s: float) -> UnitCost:
 
 
 def offloaded(cost: UnitCost, copy_s: float) -> UnitCost:
-    """With offload the feature maps are copied to the host and back in ``copy_s`` each, while the
-    rank waits (so do torch's own hooks)."""
+    """With offload the feature maps are copied to the host and back in ``copy_s`` each: counted as
+    if the rank waited, though copies go on beside a neighbour's work, whose time is its own."""
     return cost._replace(forward_s=cost.forward_s + copy_s, backward_s=cost.backward_s + copy_s)
 
 

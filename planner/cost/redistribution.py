@@ -227,19 +227,10 @@ def pair_traffic(
     crossing = (nodes[:, :, None] != nodes[:, None, :]) * elements
     inside = elements - crossing
     partners = max((elements > 0).sum(axis=1).max(), (elements > 0).sum(axis=2).max())
-    if fabric.pair_bytes_per_s is None:
-        count = len(fabric.cluster.nodes)
-        out = np.bincount(nodes.ravel(), crossing.sum(axis=1).ravel(), count)
-        into = np.bincount(nodes.ravel(), crossing.sum(axis=2).ravel(), count)
-        inter = inter_back = float(max(out.max(), into.max()))
-    else:
+    if fabric.pair_bytes_per_s is not None and inside.any():
         positions = np.arange(len(counts)).reshape(-1, size)
-        # rates[b, target, source]: from source to target
-        rates = fabric.pair_bytes_per_s[positions[:, None, :], positions[:, :, None]]
-        if inside.any():
-            inside = inside * (fabric.level("intra").bytes_per_s / rates)
-        inter = _interface_elements(fabric, crossing, rates, nodes)
-        inter_back = _interface_elements(fabric, crossing.transpose(0, 2, 1), rates, nodes)
+        inside = inside * (fabric.level("intra").bytes_per_s / _pair_rates(fabric, positions))
+    inter, inter_back = _both_ways(fabric, crossing)
     return (
         int(crossing.any()),
         float(elements.sum(axis=1).max()),
@@ -253,6 +244,43 @@ def pair_traffic(
     )
 
 
+def all_to_all_load(fabric: Fabric, sets: Positions) -> float:
+    """What the busiest interface carries, at the bandwidth between nodes, while in each of the
+    ``sets`` (one a row, of positions on several nodes) every position sends the others one byte in
+    all."""
+    world = len(fabric.node_of)
+    sent = np.zeros((1, world, world))
+    for row in sets:
+        sent[0, row[:, None], row] = 1.0 / (len(row) - 1)
+    nodes = fabric.node_of
+    return max(_both_ways(fabric, sent * (nodes[:, None] != nodes)))
+
+
+def _both_ways(fabric: Fabric, crossing: Positions | Reals) -> tuple[float, float]:
+    """What takes as long on the busiest interface as elements [block, target, source] that cross
+    between nodes, and those of the way back."""
+    nodes = fabric.node_of.reshape(len(crossing), -1)
+    if fabric.pair_bytes_per_s is None:
+        count = len(fabric.cluster.nodes)
+        out = np.bincount(nodes.ravel(), crossing.sum(axis=1).ravel(), count)
+        into = np.bincount(nodes.ravel(), crossing.sum(axis=2).ravel(), count)
+        busiest = float(max(out.max(), into.max()))
+        return busiest, busiest
+    positions = np.arange(nodes.size).reshape(nodes.shape)
+    rates = _pair_rates(fabric, positions)
+    back = crossing.transpose(0, 2, 1)
+    return (
+        _interface_elements(fabric, crossing, rates, nodes),
+        _interface_elements(fabric, back, rates, nodes),
+    )
+
+
+def _pair_rates(fabric: Fabric, positions: Positions) -> Reals:
+    """[block, target, source] the measured rates from source to target."""
+    assert fabric.pair_bytes_per_s is not None
+    return fabric.pair_bytes_per_s[positions[:, None, :], positions[:, :, None]]
+
+
 def _side_by_side(owned: Positions, needed: Positions, sent: Positions) -> Reals:
     """[...] the most that any position has at once where what was [..., position] sent comes back:
     the gradient that it has, what comes, and the gradient that it makes of both."""
@@ -261,7 +289,7 @@ def _side_by_side(owned: Positions, needed: Positions, sent: Positions) -> Reals
 
 
 def _interface_elements(
-    fabric: Fabric, elements: Positions, rates: Reals, nodes: Positions
+    fabric: Fabric, elements: Positions | Reals, rates: Reals, nodes: Positions
 ) -> float:
     """What takes as long at the bandwidth between nodes as ``elements`` [block, target, source] do
     by measured pairs: an interface carries them at the rate of its fastest pair, and two nodes

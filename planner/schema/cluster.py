@@ -72,8 +72,9 @@ class CollectiveCurve(Record, frozen=True, kw_only=True):
     """Measured seconds of a collective among ``ranks`` ranks by size in bytes.
 
     The size is the full tensor's for ``all_reduce``, ``all_gather`` (gathered) and
-    ``reduce_scatter`` (before scattering), what one rank sends to all others together for
-    ``all_to_all``, and the message's for ``p2p``. ``latency_s`` and ``bytes_per_s`` are the fitted
+    ``reduce_scatter`` (before scattering), what the busiest end of a link carries one way for
+    ``all_to_all`` (where each rank has a link of its own, what it sends to all others together),
+    and the message's for ``p2p``. ``latency_s`` and ``bytes_per_s`` are the fitted
     line: seconds = latency + bytes / bytes_per_s.
     """
 

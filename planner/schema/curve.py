@@ -10,8 +10,9 @@ from .record import Record
 class Curve(Record, frozen=True, kw_only=True):
     """A quantity ``y`` (seconds or bytes) at sizes ``x`` (samples or bytes), piecewise linear.
 
-    Below the first size the line from the first two points is followed, never under zero; beyond
-    the last the line from the last two, never falling. At size zero the value is zero.
+    Below the first size the line from the first two points is followed, never under the first value
+    in proportion; beyond the last the line from the last two, never falling. At size zero the value
+    is zero.
     """
 
     x: tuple[float, ...]
@@ -38,7 +39,9 @@ class Curve(Record, frozen=True, kw_only=True):
         # Noise may let the last two measurements fall: a larger size never takes less.
         if size > self.x[-1]:
             return y1 + max(slope, 0.0) * (size - x1)
-        return max(y0 + slope * (size - x0), 0.0)
+        value = y0 + slope * (size - x0)
+        # Nor does noise in the first two make a part of a size take less than its share of it.
+        return max(value, y0 * size / x0) if size < x0 else value
 
     def scaled(self, factor: float) -> Curve:
         """The same curve with every value multiplied."""

@@ -30,6 +30,8 @@ class MeshwrightError(Exception):
     """Whether it is what a rank saw of another one's end, which that one may tell itself."""
     broken: tuple[int, ...] = ()
     """The hosts, by their numbers in the run, that failed before they began to train."""
+    host: int | None = None
+    """The number in the run of the host that it is told of; None: of none by itself."""
 
     def standing_for(self, failure: Failure) -> Self:
         """This error, which says more of that failure, or says it elsewhere."""

@@ -117,8 +117,9 @@ class Goal(Record, frozen=True, kw_only=True):
     ``min_fidelity`` of the gradient's energy over all units. With ``background`` another job may
     run in what the plan leaves idle, and a step may take up to ``background_limit`` times as long
     for it: ``time_limit_s`` holds for the step so slowed, while predictions are of the step without
-    it. ``pins`` take layouts and styles of units out of the search, ``all_layouts`` brings every
-    number of groups and members in (else divisors of the number of ranks, and powers of two).
+    it. ``pins`` take layouts and styles of units out of the search, ``forbidden`` policies of all
+    units (``pins.POLICIES``), ``all_layouts`` brings every number of groups and members in (else
+    divisors of the number of ranks, and powers of two).
 
     With ``allow_local_steps`` hosts may train apart and average what they have learnt now and then,
     where that is predicted to be clearly quicker than any plan that exchanges gradients in every
@@ -142,6 +143,7 @@ class Goal(Record, frozen=True, kw_only=True):
     background: bool = False
     background_limit: Slowdown = BACKGROUND_LIMIT
     pins: tuple[Pin, ...] = ()
+    forbidden: tuple[str, ...] = ()
     all_layouts: bool = False
     allow_local_steps: bool = False
     inner_steps: Count | None = None

@@ -71,6 +71,17 @@ def parse_wishes(pins: Iterable[str], forbidden: Iterable[str]) -> PinsAndForbid
     return PinsAndForbids(tuple(found), tuple(without))
 
 
+def checked_policies(names: Iterable[str]) -> tuple[str, ...]:
+    """The policies of those names; raises ``InputError`` for what is none, or cannot be ruled
+    out."""
+    found = tuple(dict.fromkeys(names))
+    for name in found:
+        if name in ALWAYS or name not in POLICIES:
+            known = ", ".join(policy for policy in POLICIES if policy not in ALWAYS)
+            raise InputError(f"{name!r} is no policy that can be forbidden: choose from {known}")
+    return found
+
+
 def forbidding(*policies: str) -> str:
     """How to plan without some policies: by the command line, and from Python."""
     options = " ".join(f"--forbid {policy}" for policy in policies)

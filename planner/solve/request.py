@@ -11,7 +11,7 @@ from ..schema.capability import EVERYTHING, Capability
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.goal import Goal
-from ..schema.pins import EARLY_RELEASE, without
+from ..schema.pins import EARLY_RELEASE, checked_policies, without
 from ..schema.plan import Plan
 from ..schema.precision import is_scaled
 from ..schema.profile import ModelProfile
@@ -38,8 +38,10 @@ def problem_for(
 ) -> Problem:
     """What is to be planned: within what the ``executor`` can run (units on a part of the ranks
     only with ``bursts``), or with ``hypothetical`` all that can be decided (gradients by priority,
-    unless told). ``forbidden`` are policies that no unit shall have."""
+    unless told). ``forbidden`` are policies that no unit shall have, besides the goal's."""
     check_schedule(schedule)
+    ruled_out = checked_policies((*goal.forbidden, *forbidden))
+    goal = msgspec.structs.replace(goal, forbidden=ruled_out)
     if goal.allows_parts and not any(unit.fidelity for unit in profile.units):
         if profile.origin == "measured":
             cause = (
@@ -66,7 +68,7 @@ def problem_for(
     runs = executor if bursts else searched(executor)
     # A scaled gradient may have to be thrown away whole, so none is used before all are there.
     early = (EARLY_RELEASE,) if is_scaled(profile.precision) else ()
-    capability = without(EVERYTHING if hypothetical else runs, (*forbidden, *early))
+    capability = without(EVERYTHING if hypothetical else runs, (*ruled_out, *early))
     asked = "priority" if hypothetical and schedule == "auto" else schedule
     if asked == "priority" and not goal.slice_bytes:
         goal = msgspec.structs.replace(goal, slice_bytes=SLICE_BYTES)
@@ -108,7 +110,6 @@ def problem_of(
     plan: Plan, profile: ModelProfile, cluster: Cluster, executor: Capability
 ) -> Problem:
     """The problem that a plan answers, as far as the plan tells."""
-    # It does not tell policies that were forbidden for all units.
     return Problem(
         profile,
         cluster,
@@ -124,9 +125,10 @@ def problem_of(
 def capability_of(plan: Plan, executor: Capability) -> Capability:
     """Within what a plan was made: what is searched by default, unless it goes beyond that."""
     if plan.hypothetical:
-        return EVERYTHING
+        return without(EVERYTHING, plan.goal.forbidden)
     found = executor if plan.leaves_idle else searched(executor)
-    return without(found, (EARLY_RELEASE,)) if is_scaled(plan.precision) else found
+    early = (EARLY_RELEASE,) if is_scaled(plan.precision) else ()
+    return without(found, (*plan.goal.forbidden, *early))
 
 
 def made_from(

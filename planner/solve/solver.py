@@ -19,6 +19,7 @@ from .heuristic.least_memory import nothing_fits
 from .heuristic.schedules import any_schedule, offloads, shard_if_needed, widest, without_offload
 from .heuristic.segmented import quicker_in_segments
 from .local_steps import apart_if_quicker
+from .needless_memory import without_needless_memory
 from .problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
 from .quicker_shares import with_quicker_shares
 
@@ -86,11 +87,11 @@ def check_solver(solver: str) -> None:
 #                     that offloads is kept unless shards instead are, which are looked for only
 #                     so far as they may be that much better (``Problem.wanted_s``).
 #
-# Each of these is one search by one solver, and what follows it can only make its plan better:
-# branches side by side, then segments, then even shares of the batch where devices are unequal and
-# units are divided ([Note: Shares of unequal devices]). If memory rules out every plan
-# (``least_memory``), no search is made. If none of them has a plan, one report covers them all
-# (``heuristic.infeasible``).
+# Each of these is one search by one solver, and what follows it can only make its plan better: what
+# it would recompute or offload though there is room is kept (``needless_memory``), branches side by
+# side, then segments, then even shares of the batch where devices are unequal and units are divided
+# ([Note: Shares of unequal devices]). If memory rules out every plan (``least_memory``), no search
+# is made. If none of them has a plan, one report covers them all (``heuristic.infeasible``).
 #
 # [Note: What is proved]
 # The integer program proves its objective, and the Lagrangian a bound on it, over all options of
@@ -151,7 +152,7 @@ def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -
         return Result.without_plan(name, None, reason) if nothing else searched(one)
 
     def searched(one: Problem) -> Result:
-        found = _without_needless_offload(one, chosen, left_s)
+        found = without_needless_memory(one, _without_needless_offload(one, chosen, left_s))
         if one.capability.branches:
             found = side_by_side(one, found)
         found = with_quicker_shares(one, quicker_in_segments(one, found, time_limit_s))

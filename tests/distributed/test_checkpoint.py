@@ -274,6 +274,22 @@ def test_where_none_is_whole_nothing_begins_anew(ranks, tmp_path: Path):
         assert "state-1.json cannot be read: No such file" in outcome.error
 
 
+def lacks_a_disk(rank: int, folder: str) -> None:
+    """Of two hosts the one of rank 0 has come back without what is mounted there."""
+    there = f"{folder}/{'empty' if rank == 0 else 'kept'}"
+    trained = Trained(rank, PLANS["data parallel"](2), f"{folder}/kept", seed=1, every=1)
+    trained.train(1)
+    trained.ckpt.close()
+    Trained(rank, PLANS["data parallel"](2), there, seed=2).ckpt.resume()
+
+
+def test_where_rank_0_alone_sees_no_checkpoint_nothing_begins_anew(ranks, tmp_path: Path):
+    for outcome in ranks(2).outcomes(lacks_a_disk, str(tmp_path)):
+        assert outcome.kind == "InputError"
+        assert "rank 0 sees no checkpoint in " in outcome.error
+        assert "and rank 1 has one of step 1 there" in outcome.error
+
+
 def fills_the_disk(rank: int, folder: str) -> None:
     trained = Trained(rank, PLANS["data parallel"](2), folder, seed=1, every=1)
     trained.train(1)

@@ -399,6 +399,47 @@ def refuses_to_be_wrapped(rank: int, folder: str) -> None:
         adapt(nn.Linear(1, 1))
 
 
+def leaves_parts_with_a_plan(rank: int, folder: str) -> None:
+    """A plan for a part of what is wrapped, which torch looks up in the whole only."""
+    begin(rank)
+    from accelerate import Accelerator
+    from train_digits import network
+
+    plan = digits_plan(rank, folder, "data parallel")
+    model = nn.Sequential(network(), nn.Linear(10, 10))
+    apply(model[0], None, plan)
+    accelerator = Accelerator(cpu=True)
+    adapt(accelerator)
+    for wrap in (DistributedDataParallel, accelerator.prepare):
+        with pytest.raises(InputError, match="'0' of this Sequential has a plan"):
+            wrap(model)
+    DistributedDataParallel(nn.Linear(2, 2))
+
+
+def counts_a_scalers_steps(rank: int, folder: str) -> None:
+    """Accelerate puts a step of its own on the optimizer while a scaler steps."""
+    begin(rank)
+    from accelerate import Accelerator
+    from train_digits import network
+
+    plan = digits_plan(rank, folder, "sharded")
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    apply(model, optimizer, plan)
+    accelerator = Accelerator(cpu=True)
+    adapt(accelerator)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    prepared = accelerator.prepare_optimizer(optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = model(torch.ones(4, 1, 8, 8)).square().mean()
+        accelerator.scaler.scale(loss).backward()
+        prepared.step()
+    assert not prepared.step_was_skipped
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
 def refuses_what_a_trainer_cannot(rank: int, folder: str) -> None:
     begin(rank)
     import with_trainer as example
@@ -458,7 +499,14 @@ def refuses_what_fabric_cannot(rank: int, folder: str) -> None:
 
 @frameworks.needs("accelerate")
 @pytest.mark.parametrize(
-    "check", [refuses_to_be_wrapped, refuses_what_a_trainer_cannot, says_what_a_trainer_feeds]
+    "check",
+    [
+        refuses_to_be_wrapped,
+        leaves_parts_with_a_plan,
+        counts_a_scalers_steps,
+        refuses_what_a_trainer_cannot,
+        says_what_a_trainer_feeds,
+    ],
 )
 def test_what_cannot_be_is_said(two, tmp_path, check):
     two(check, str(tmp_path), limit_s=100)

@@ -187,8 +187,9 @@ def test_gradients_with_a_graph_are_not_for_buckets(ranks):
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def clamps(rank: int, schedule: str) -> None:
-    """A step that somebody has put on the optimizer is the one that is made."""
+def clamps(rank: int, schedule: str, *, counted: bool) -> None:
+    """A step that somebody has put on the optimizer is the one that is made, also where a scheduler
+    has ``counted`` it before the plan came."""
     model, alone = net(), net()
     optimizer, other = sgd(model), sgd(alone)
     for used, step_of in ((model, optimizer), (alone, other)):
@@ -202,6 +203,8 @@ def clamps(rank: int, schedule: str) -> None:
 
         step_of.step = MethodType(step, step_of)  # type: ignore[method-assign]
     torch.optim.lr_scheduler.StepLR(other, 1)
+    if counted:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
     apply(model, optimizer, whole(schedule), timeout_s=20)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # marks the step as its own
     for seed in range(3):
@@ -210,10 +213,77 @@ def clamps(rank: int, schedule: str) -> None:
     assert max(float(p.detach().abs().max()) for p in model.parameters()) <= 0.05
 
 
+@pytest.mark.parametrize("counted", [False, True], ids=["plain", "counted"])
 @pytest.mark.parametrize("schedule", ["barrier", "priority"])
 @pytest.mark.filterwarnings("ignore:optimizer SGD has been given a step of its own")
-def test_a_step_that_was_given_to_the_optimizer_is_made(ranks, schedule):
-    ranks(2)(clamps, schedule)
+def test_a_step_that_was_given_to_the_optimizer_is_made(ranks, schedule, counted):
+    ranks(2)(clamps, schedule, counted=counted)
+
+
+def looks_before_it_steps(rank: int) -> None:
+    """A forward with a graph, whose backward never comes, between a backward and its step."""
+    model, alone = net(), net()
+    optimizer, other = sgd(model), sgd(alone)
+    units = [unit("0", 2, "column", 2), unit("2", 2, "row", 2)]
+    with scheduled("priority"):
+        apply(model, optimizer, plan(2, units, message_bytes=200), timeout_s=20)
+    for seed in range(3):
+        (inputs, target), (every, targets) = share(rank, seed), batch(seed)
+        F.cross_entropy(model(inputs), target).backward()
+        accuracy = (model(inputs).argmax(1) == target).double().mean()
+        assert 0 <= accuracy <= 1
+        F.cross_entropy(alone(every), targets).backward()
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+        equal(model, alone)
+
+
+def test_a_look_at_the_accuracy_before_the_step(ranks):
+    ranks(2)(looks_before_it_steps)
+
+
+def searches_along_a_line(rank: int, schedule: str, search: str | None) -> None:
+    """LBFGS, which goes as far as the loss tells it, with uneven shares."""
+    model, alone = net(), net()
+    made = [
+        torch.optim.LBFGS(m.parameters(), lr=0.5, max_iter=4, line_search_fn=search)
+        for m in (model, alone)
+    ]
+    apply(model, made[0], whole(schedule), timeout_s=20)
+    for seed in range(2):
+        used = (model, made[0], share(rank, seed)), (alone, made[1], batch(seed))
+        for one, optimizer, (inputs, target) in used:
+
+            def closure(one: Any = one, inputs: Any = inputs, target: Any = target) -> Tensor:
+                one.zero_grad()
+                loss = F.cross_entropy(one(inputs), target)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        equal(model, alone)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("schedule", ["barrier", "priority"])
+@pytest.mark.filterwarnings("ignore:optimizer LBFGS is not known to update each parameter")
+def test_lbfgs_goes_by_the_loss_of_the_whole_batch(ranks, schedule, search):
+    ranks(2)(searches_along_a_line, schedule, search)
+
+
+def shares_an_optimizer(rank: int) -> None:
+    first, second = net(), net()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    apply(first, optimizer, whole(), timeout_s=20)
+    with pytest.raises(InputError, match="was given with another model to which a plan was appli"):
+        apply(second, optimizer, whole(), timeout_s=20)
+    apply(second, sgd(second), whole(), timeout_s=20)
+    train((second, sgd(second), share(rank, 0)))
+
+
+def test_an_optimizer_is_of_one_plan(ranks):
+    ranks(2)(shares_an_optimizer)
 
 
 def steps_in_backward(rank: int, schedule: str, whose: str) -> None:

@@ -243,6 +243,9 @@ def resumes(rank: int, chosen: Plan) -> None:
         assert torch.equal(p.detach(), q.detach()), name
     with pytest.raises(InputError, match="says nothing of local steps, unlike this plan"):
         load_exchange_state_dict(models[1], {**states[2], "local_steps": None})
+    other = {**states[2]["local_steps"], "round": [6, 2, 0, 3]}
+    with pytest.raises(InputError, match="a round of other steps, with averages on their way"):
+        load_exchange_state_dict(models[1], {**states[2], "local_steps": other})
     what = r"save model\.state_dict\(\), optimizer\.state_dict\(\) and mw\.exchange_state_dict"
     with pytest.raises(InputError, match=what):
         mw.checkpoint("kept", models[0], made[0])
@@ -298,6 +301,58 @@ def test_running_statistics_are_averaged_at_the_end_of_a_round(ranks):
     found = ranks(2)(averages_statistics, msgspec.structs.replace(chosen, local_steps=local))
     assert torch.equal(found[0][1], found[1][1])
     assert not torch.equal(found[0][0], found[1][0])
+
+
+def agrees_on_statistics(rank: int, chosen: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """In the midst of a round."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    apply(model, optimizer, chosen, timeout_s=20)
+    torch.manual_seed(rank)
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    own = model[1].running_mean.clone()
+    agreed = agreed_state_dict(model)["1.running_mean"]
+    return own, agreed, model[1].running_mean.clone()
+
+
+def test_running_statistics_are_agreed_on_between_rounds(ranks):
+    with scheduled("barrier"):
+        units = [unit(name, 1, "none", 2) for name in ("0", "1")]
+        chosen = plan(2, units, statistics="local")
+    local = LocalSteps(hosts=2, inner_steps=5)
+    first, second = ranks(2)(
+        agrees_on_statistics, msgspec.structs.replace(chosen, local_steps=local)
+    )
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    torch.testing.assert_close(first[1], (first[0] + second[0]) / 2)
+    for own, _, after in (first, second):
+        assert torch.equal(own, after)
+
+
+def freezes_a_layer(rank: int, chosen: Plan) -> list[Tensor]:
+    """Its weight at the end of each round after that."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    apply(model, optimizer, chosen, timeout_s=20)
+    frozen, rounds = model.back.weight, []
+    for step in range(5 * chosen.local_steps.inner_steps):
+        if step == 2 * chosen.local_steps.inner_steps + 1:
+            frozen.requires_grad_(requires_grad=False)
+        train(model, optimizer, chosen, rank, step)
+        if not frozen.requires_grad and run_of(model).apart.step_number % 3 == 0:
+            rounds.append(frozen.detach().clone())
+    return rounds
+
+
+def test_a_parameter_that_is_frozen_later_stays(ranks):
+    first, second = ranks(2)(freezes_a_layer, apart(AT_ONCE, 2))
+    assert len(first) == 3
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, first[0])
 
 
 def joins(rank: int, chosen: Plan) -> tuple[int, int]:

@@ -179,3 +179,35 @@ def goes_on_from_a_plain_optimizer(rank: int) -> None:
 )
 def test_main_weights(ranks, check: Callable[[int], None]):
     ranks(WORLD)(check)
+
+
+def loads_whole_state(rank: int) -> None:
+    """As one process saves it, into an optimizer whose parameters are divided and shared out."""
+    for policy in POLICIES:
+        with sharing(policy):
+            (chosen,) = layouts(4)[2:]
+        made = []
+        for _ in range(2):
+            model = Net().bfloat16()
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            apply(model, optimizer, chosen, timeout_s=20)
+            made.append((model, optimizer))
+        (model, optimizer), (again, later) = made
+        inputs, target = part(chosen.placement.index(rank), counts_of(4), 0)
+        loss_of(model, (inputs.bfloat16(), target)).backward()
+        optimizer.step()
+        saved = copy.deepcopy(full_optimizer_state_dict(model, optimizer))
+        later.load_state_dict(copy.deepcopy(saved))
+        found = full_optimizer_state_dict(again, later)["state"]
+        assert found.keys() == saved["state"].keys()
+        for index, state in saved["state"].items():
+            for key, value in state.items():
+                assert found[index][key].dtype == value.dtype, key
+                assert torch.equal(found[index][key], value), (index, key)
+        loss_of(again, (inputs.bfloat16(), target)).backward()
+        later.step()
+        again.state_dict()  # waits for the step
+
+
+def test_whole_state_is_loaded_by_the_optimizer_itself(ranks):
+    ranks(4)(loads_whole_state)

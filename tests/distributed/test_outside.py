@@ -156,6 +156,47 @@ def test_a_loss_that_is_kept_in_training_only_is_weighted_after_an_evaluation(ra
             torch.testing.assert_close(state[name], value, msg=name)
 
 
+class Beginning(Keeping):
+    """Whose loss of its own begins in a later forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux_loss: Tensor | None = None
+        self.begins = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.first(x)
+        self.aux_loss = torch.tanh(inner).square().mean() if self.begins else None
+        return self.last(torch.relu(inner))
+
+
+def begins_later(rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    model = Beginning()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = [slice(0, 5)]
+    if rank >= 0:
+        parts = [slice(0, 4), slice(4, 5)]
+        apply(model, optimizer, plan_by_hand(2, (WHOLE,)))
+    torch.manual_seed(3)
+    (x,), target = make_batch(5).args, torch.arange(5) % 3
+    part = parts[max(rank, 0)]
+    for step in range(3):
+        model.begins = step > 0
+        loss = F.cross_entropy(model(x[part]), target[part])
+        (loss if model.aux_loss is None else loss + model.aux_loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return mw.full_state_dict(model) if rank >= 0 else model.state_dict()
+
+
+def test_a_loss_that_is_kept_from_a_later_forward_on_is_weighted(ranks):
+    alone = begins_later(-1)
+    for state in ranks(2)(begins_later):
+        for name, value in alone.items():
+            torch.testing.assert_close(state[name], value, msg=name)
+
+
 # -- parameters that are not the model's -----------------------------------------------------------
 
 

@@ -84,6 +84,8 @@ class _ElasticRun:
         self._refused: set[int] = set()
         # Those of the latest attempt that ran.
         self._ran: tuple[int, ...] = ()
+        # The latest checkpoint as the attempt began.
+        self._begun_at: int | None = None
         # With the plan of the latest attempt.
         self._room = RoomForPlan(
             work.plan, lambda: self._replanner or Replanner.for_plan(work.plan, restarts), say
@@ -96,6 +98,7 @@ class _ElasticRun:
         numbers = self._first() if self._replanner is not None else tuple(self._all)
         while True:
             work, hosts = self._part(numbers)
+            self._begun_at = self._step
             away = AwayHosts(set(self._all) - set(numbers) - self._refused, self._hosts)
             try:
                 return self._attempt(work, hosts, stops=self._stops(away))
@@ -112,14 +115,21 @@ class _ElasticRun:
                 self._handle(error, numbers)
             finally:
                 away.end()
-            self._work = msgspec.structs.replace(self._work, resume=True, restarted=True)
+            # Before any host has begun, whose training is in the folder is still to be found out.
+            if self._ran:
+                self._work = msgspec.structs.replace(self._work, resume=True, restarted=True)
             numbers = self._answering()
 
     def _handle(self, error: MeshwrightError, numbers: tuple[int, ...]) -> None:
         """Raises the error, unless the run can go on after it."""
         broken = {numbers[i] for i in error.broken}
+        back = set(numbers) - set(self._ran)
         if not broken and isinstance(error, InputError):
-            broken = set(numbers) - set(self._ran)
+            broken = back
+        # Or with its ranks, before the run has come any further with it.
+        failed = None if error.host is None or error.of_peer else numbers[error.host]
+        if not broken and failed in back and (self._step or 0) == (self._begun_at or 0):
+            broken = back & {failed}
         enough = len(set(self._all) - self._refused - broken) >= self._fewest
         if broken and enough and self._ran and not error.lost:
             # A training that runs must not end for a host that has come back without its disk.

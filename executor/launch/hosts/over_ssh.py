@@ -44,6 +44,8 @@ from .ssh import KEPT_LINES, HostConnection, HostEvent, ssh_command, why_ended, 
 _TO_TELL_S, _CAUSE_S = 3.0, 15.0
 # From the first connection until all hosts have started Python and read what they need.
 READY_S = 600.0
+# After a host has failed before the run begins, others get this to say what is wrong with them.
+_OTHERS_S = 3.0
 # What a host may take to end, until its connection is given up.
 _TO_END_S = GRACE_S + 10.0
 
@@ -172,11 +174,29 @@ class _SshRun:
         until_s = time.monotonic() + READY_S
         while len(self._ready) < len(self._connections):
             self._handle(self._next())
+            if self._failures:
+                self._hear_other_failures()
             self._raise_failure()
             if time.monotonic() > until_s:
                 raise self._silent(set(range(len(self._connections))) - set(self._ready))
         self._compare()
         return self._meet(until_s)
+
+    def _hear_other_failures(self) -> None:
+        """Says what is wrong with other hosts too, of those that tell so soon: who has misspelled
+        two names wants to correct both."""
+        until_s = time.monotonic() + _OTHERS_S
+        while (left_s := until_s - time.monotonic()) > 0 and self._undecided:
+            self._handle(self._next(left_s))
+        first = str(self._first_failure())
+        for sentence in dict.fromkeys(map(str, self._failures)):
+            if sentence != first:
+                self._say(sentence)
+
+    @property
+    def _undecided(self) -> bool:
+        """Whether hosts have neither told of themselves nor ended."""
+        return bool(self._running - set(self._ready))
 
     def _silent(self, numbers: Iterable[int]) -> RunError:
         silent = tuple(sorted(numbers))
@@ -189,6 +209,7 @@ class _SshRun:
         return error
 
     def _failed(self, number: int, error: MeshwrightError) -> None:
+        error.host = number
         if not self._began:
             error.broken = (number,)
         self._failures.append(error)
@@ -314,10 +335,13 @@ class _SshRun:
             self._handle(self._next(0.5))
 
     def _raise_failure(self) -> None:
-        """Raises the first failure: the others come of it."""
+        """Raises the first failure: once all have begun the others come of it."""
         if self._failures:
-            # One of a host as a whole has no time, and is told at once.
-            raise min(self._failures, key=lambda error: (error.of_peer, error.failed_at or 0.0))
+            raise self._first_failure()
+
+    def _first_failure(self) -> MeshwrightError:
+        # One of a host as a whole has no time, and is told at once.
+        return min(self._failures, key=lambda error: (error.of_peer, error.failed_at or 0.0))
 
     def _next(self, wait_s: float = HEARTBEAT_S) -> HostEvent | None:
         """The next event, or None when none comes."""

@@ -18,7 +18,7 @@ from ....planner.schema.errors import InputError, MeshwrightError
 from ....planner.schema.plan import Plan
 from ....planner.schema.recorded import RecordedSteps
 from ....planner.schema.report import RunReport
-from ...checkpoint.folder import steps_in
+from ...checkpoint.latest import latest_whole
 from ...comm.setups import setup_here, software
 from ...headroom import free_bytes
 from ...notes import note
@@ -105,7 +105,8 @@ def _tell_of_checkpoints(line: LauncherLine, keeping: CheckpointSettings) -> Non
     last: int | None = None
     while True:
         with contextlib.suppress(InputError):
-            step = next(iter(steps_in(Path(keeping.folder))), 0)
+            # Not of one that is damaged: the run has gone on from the one before it.
+            step = latest_whole(Path(keeping.folder), by_size=True).step
             if step != last:
                 line.tell("saved", SavedStep(step=step))
             last = step

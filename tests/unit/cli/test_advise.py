@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 
 import msgspec
 import pytest
-from meshwright.cli.render.advice import advice_sentence
+from meshwright.cli.render.advice import advice_sentence, spoken, told_ways
 from meshwright.planner.explain.advice import Advice, Way
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
@@ -35,6 +37,40 @@ def test_the_ways_are_a_table_a_sentence_and_a_file(
     plan = tmp_path / "plan.json"
     assert meshwright("plan", *base, *rounded["options"], "-o", plan).code == 0
     assert load(Plan, plan).prediction.step_s == rounded["step_s"]
+
+
+def test_the_ways_it_tells_of_have_whole_commands(meshwright, tmp_path):
+    profile = msgspec.structs.replace(lossy_profile(), origin="estimated")
+    save(profile, tmp_path / "my profile.json")
+    save(cluster(4, inter=2e6), tmp_path / "cluster.json")
+    done = meshwright(
+        "advise", "my profile.json", "--batch", 64, "--cluster", "cluster.json", "--optimizer",
+        "sgd", "--micro-batches", "1,2", "--memory-limit", "1536MiB", "--solver", "heuristic",
+        "--relative-speed", "n0=1.0", "-o", "ways.json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "The units' times are estimated from what is known of the" in done.out
+    found = load(Advice, tmp_path / "ways.json")
+    commands = dict(re.findall("^(.*): meshwright (plan .*)$", done.out, re.MULTILINE))
+    told = told_ways(found)
+    assert [name.lower() for name in commands] == [spoken(way) for way in told]
+    assert len(told) == 3
+    for way, command in zip(told, commands.values(), strict=True):
+        assert "--memory-limit 1536MiB" in command
+        made = meshwright(*shlex.split(command))
+        assert made.code == 0, made.err
+        assert load(Plan, tmp_path / "plan.json").prediction.step_s == pytest.approx(way.step_s)
+
+
+def test_commands_leave_out_what_a_way_has_itself(meshwright, tmp_path):
+    save(lossy_profile(), tmp_path / "profile.json")
+    save(cluster(2, inter=1e8), tmp_path / "cluster.json")
+    given = "--batch", 64, "--micro-batches", "1", "--solver", "heuristic"
+    done = meshwright("advise", "profile.json", "-c", "cluster.json", *given)
+    told = re.search("^The plan for twice the batch: (.*)$", done.out, re.MULTILINE)
+    assert told is not None, done.out
+    assert told[1].count("--batch") == told[1].count("--micro-batches") == 1
+    assert "--batch 128 --micro-batches 1,2 " in told[1]
 
 
 def lossy_profile():

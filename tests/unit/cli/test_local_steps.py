@@ -128,6 +128,18 @@ def test_what_cannot_be_done_with_such_a_plan(made):
         mw.multiplex([plan], profiles=[profile], clusters=[slow])
 
 
+def test_launch_says_that_steps_are_no_whole_round(meshwright, made, tmp_path):
+    plan, _, _ = made
+    save(plan, tmp_path / "plan.json")
+    round_steps = plan.local_steps.inner_steps
+    there = "launch", "plan.json", "--hosts", "a,b", "--dry-run"
+    few = meshwright(*there, "--steps", round_steps - 1)
+    assert few.code == 0, few.err
+    assert f"--steps {round_steps - 1} is no whole round" in " ".join(few.err.split())
+    for enough in (("--steps", round_steps), ("train.py",)):
+        assert "no whole round" not in " ".join(meshwright(*there, *enough).err.split())
+
+
 def test_advise_recommends_them_last():
     def way(name, changes, gain, **more):
         return Way(

@@ -12,7 +12,7 @@ from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option, allowed, ties_agree
-from meshwright.planner.schema.profile import UpdateRate
+from meshwright.planner.schema.profile import CompressionRate, UpdateRate
 
 from tests.strategies import chain_profile, cluster, linear, norm, share
 
@@ -164,12 +164,36 @@ def test_the_executor_costs_something_in_every_backward():
     free, charged = model(units, micro_batches=2), model(units, micro_batches=2, links=links)
     parameters = len(charged.owned[1])
     more = charged.unit(1, HOME).backward_s - free.unit(1, HOME).backward_s
-    assert more == pytest.approx(1e-4 * parameters + 40_000e-9)
+    # Each gradient is exchanged once a step, not in each half.
+    assert more == pytest.approx(1e-4 * parameters + 40_000e-9 / 2)
     alone = Option(Layout(groups=1, degree=4), "column")  # nothing of it travels
     more = charged.unit(1, alone).backward_s - free.unit(1, alone).backward_s
     assert more == pytest.approx(1e-4 * parameters)
     assert charged.unit(0, HOME).backward_s == pytest.approx(2e-3)  # once a step, in two halves
     assert charged.unit(1, HOME).forward_s == free.unit(1, HOME).forward_s
+
+
+def test_micro_batches_add_gradients_up_and_code_them_once():
+    def backward_s(micro_batches: int, updates=(), rates=()):
+        profile = chain_profile([linear("fc", 100, 100, 1e-3)], features=100, updates=updates)
+        profile = msgspec.structs.replace(profile, compression=rates)
+        made = CostModel(
+            profile,
+            cluster(4, inter=RATE),
+            Goal(batch=16),
+            micro_batches=micro_batches,
+            sliced=True,
+        )
+        return made.unit(1, HOME._replace(wire="bf16")).backward_s
+
+    # Four backwards, of which all but the first add 40,000 bytes.
+    rate = (("sgd", 1e-9),)
+    assert backward_s(1, rate) == backward_s(1)
+    assert 4 * (backward_s(4, rate) - backward_s(4)) == pytest.approx(3 * 40_000e-9)
+    coding = (CompressionRate(exchange="bf16", seconds_per_byte=1e-9),)
+    for count in (1, 2, 4):
+        more_s = backward_s(count, rates=coding) - backward_s(count)
+        assert count * more_s == pytest.approx(40_000e-9)
 
 
 def test_the_executor_costs_something_around_each_second_forward():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from meshwright import Batch, Workload
 from meshwright.models import zoo as models
+from meshwright.models.target import workload
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.precision import PRECISIONS
 from meshwright.planner.schema.profile import ModelProfile
@@ -156,6 +157,18 @@ def test_vgg16_takes_its_times_from_the_published_table() -> None:
     # Published times are three times shorter than float32's peak allows: convolutions are TF32
     flops = 3 * 2 * 15.5e9 * 64
     assert 1 < total(profile, 64) / (flops / (datasheet("a100-sxm-40gb").tf32 * 1e12)) < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bf16", "tf32"])
+def test_the_table_stands_for_the_precision_that_it_was_timed_in(precision: str) -> None:
+    profile = estimate(workload("vgg16", precision=precision), "a100-sxm-40gb")
+    assert profile.origin == ("table" if precision == "tf32" else "estimated")
+
+
+def test_another_model_of_that_name_is_estimated() -> None:
+    other = replace(models.build("mlp"), name="vgg16")
+    assert estimate(other, "a100-sxm-40gb").origin == "estimated"
 
 
 @pytest.mark.slow

@@ -199,6 +199,28 @@ def test_a_host_that_came_back_broken_ends_nothing(ssh):
     assert any("libcudart" in text and "goes on without host c" in text for text in said)
 
 
+def test_a_host_that_came_back_and_fails_at_its_first_step_ends_nothing(ssh):
+    why = "[Errno 2] No such file or directory: '/data/train'"
+    fails = f"begin()\ntell('failed', message={why!r}, exit_code=1)\nsys.exit(1)\n"
+    said = come_back_instead(ssh, fails)
+    assert f"on c: {why}; goes on without host c" in said
+    assert [plan.world_size for plan in plans(ssh, "a")][-1] == 2
+
+
+def test_what_failed_before_it_began_is_not_resumed(ssh):
+    """Whether the folder has another training in it is still to be looked at."""
+    refused = "print('ssh: connect to host c port 22: Connection reset', file=sys.stderr)"
+    play(ssh, a=REPORT, b="", c="")
+    path, tried = ssh / "c", f"Path({str(ssh / 'tried')!r})"
+    once = f"if not {tried}.exists():\n    {tried}.touch()\n    {refused}\n    sys.exit(255)\n"
+    path.write_text(path.read_text().replace("\nbegin()\n", f"\n{once}begin()\n"))
+    report, said = launched(ssh, min_nodes=None)
+    assert report is not None
+    assert "started again" in said[0]
+    order = json.loads((ssh / "order-a-0").read_text())
+    assert (order["resume"], order["restarted"]) == (False, False)
+
+
 def test_a_host_that_was_lost_and_is_broken_at_once_ends_nothing(ssh):
     """It answers before anybody has asked whether it is away."""
     play(ssh, a="if attempt == 0: hear()\n" + REPORT, b="if attempt == 0: hear()\n", c="")

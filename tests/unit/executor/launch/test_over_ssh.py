@@ -126,6 +126,19 @@ def test_a_host_that_is_not_to_be_had_is_named(ssh, words, code, sentence):
     assert not alive(ssh)
 
 
+def test_all_hosts_that_are_not_to_be_had_are_named(ssh, tmp_path):
+    for host in "ab":
+        unknown = f"ssh: Could not resolve hostname {host}: Name or service not known"
+        behave(ssh, host, f"print({unknown!r}, file=sys.stderr)\nsys.exit(255)")
+    said: list[str] = []
+    work = HostWork(plan=PLAN, script=("train.py",), steps=3, per_host=(1, 1))
+    with pytest.raises(InputError) as raised:
+        launch_over_ssh(work, Hosts(("a", "b")), say=said.append)
+    told = sorted([str(raised.value), *filter(None, said)])
+    assert told == [f"host {name}: there is no host of that name: correct it" for name in "ab"]
+    assert not alive(ssh)
+
+
 def test_without_ssh(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="there is no ssh on this machine"):

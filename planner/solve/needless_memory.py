@@ -1,0 +1,62 @@
+"""Memory policies that a plan does not need: where a search ends within a gap of the best, it may
+recompute or offload what has room to stay."""
+
+from collections.abc import Sequence
+
+from ..cost.cost import CostModel
+from ..schema.options import Decisions
+from .answer import Choice, answer, choice
+from .choices import may_have
+from .problem import Problem, Result
+
+MOST_TRIALS = 32
+"""So many plans are tried: each takes as long as a judgement of the whole plan."""
+
+
+def without_needless_memory(problem: Problem, found: Result) -> Result:
+    """What was found, or where that keeps all limits and takes no longer the same with feature maps
+    kept of units that it would recompute by themselves or offload. What was proved of the first
+    holds of the second."""
+    plan, decisions = found.plan, found.decisions
+    if plan is None or decisions is None:
+        return found
+    model = problem.cost_model(plan.micro_batches, plan.message_bytes, plan.placement)
+    spared = [k for k, o in enumerate(decisions) if o.memory != "keep" and not o.segment]
+    if not spared:
+        return found
+    first = choice(model, decisions, problem.schedule)
+    best = _kept(problem, model, first, spared)
+    if best is first:
+        return found
+    made = answer(problem, best, found.solver, found.bound_s, proved=found.status == "optimal")
+    return made._replace(reason=found.reason)
+
+
+def _kept(problem: Problem, model: CostModel, first: Choice, units: Sequence[int]) -> Choice:
+    """The choice with as many of ``units`` kept as may be: all of them, else their halves, and so
+    on while trials are left."""
+    best, groups = first, [units]
+    for _ in range(MOST_TRIALS):
+        if not groups:
+            break
+        group = groups.pop(0)
+        decisions = _keeping(problem, model, best.decisions, group)
+        trial = choice(model, decisions, problem.schedule)
+        if trial.feasible and trial.objective_s <= best.objective_s:
+            best = trial
+        elif len(group) > 1:
+            middle = len(group) // 2
+            groups += [group[:middle], group[middle:]]
+    return best
+
+
+def _keeping(
+    problem: Problem, model: CostModel, decisions: Decisions, units: Sequence[int]
+) -> Decisions:
+    """The decisions with the feature maps of those units kept, where that may be."""
+    changed = list(decisions)
+    for k in units:
+        option = decisions[k]._replace(memory="keep")
+        if may_have(model, k, option, problem.capability):
+            changed[k] = option
+    return tuple(changed)
