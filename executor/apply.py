@@ -25,6 +25,7 @@ from ..planner.schema.record import fingerprint
 from ..planner.schema.text import option
 from .background.signals import tell_pacer
 from .capability import CAPABILITY
+from .closures import average_losses
 from .comm.broadcast import BufferPlace, broadcast, changing_buffers
 from .comm.control import digest
 from .comm.groups import Group, Place, flat, make_world
@@ -50,7 +51,6 @@ from .gradients.sharded import shard
 from .headroom import check_headroom, check_optimizer_state, watch_memory
 from .memory.install import check_memory, install_memory
 from .optimizer import kinds as optimizers
-from .optimizer.closures import average_losses
 from .optimizer.lazy import releases_not
 from .optimizer.state import mark_state, slice_state
 from .parallel import ModelT, adopt, has_plan, is_parallel, planned_parameter

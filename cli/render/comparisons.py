@@ -48,6 +48,7 @@ SETTINGS = {
     "local_batch_sizes": "samples in order of position",
     "solver": "solver",
     "goal.batch": "global batch",
+    "goal.forbidden": "policies forbidden",
     "goal.memory_limit_bytes": "memory limit of a rank",
     "goal.optimizer": "optimizer",
     "goal.micro_batches": "micro-batches allowed",

@@ -202,13 +202,13 @@ class CostModel(Exchanges):
         # The rank waits for the copies of a mirror on the host: to the device and back.
         host_rate = self.host_bytes_per_s
         copies_s = 2.0 * trained / (host_rate or 1.0) if option.feedback == "host_mirror" else 0.0
-        own_s = self.overhead_s(k, trained if layout.groups > 1 else 0)
+        own_s = self.own_backward_s(k, trained, exchanged=layout.groups > 1)
         encode_s, decode_s = self._coding_s(option, trained)
         # Coded is what micro-batches have added up, in the last backward.
-        more_s = encode_s / self.micro_batches + self._adding_s(trained)
+        encode_s /= self.micro_batches
         cost = UnitCost(
             forward_s=share.forward_s,
-            backward_s=share.backward_s + own_s + copies_s + more_s,
+            backward_s=share.backward_s + own_s + copies_s + encode_s,
             update_s=self._update_s(option, trained) + decode_s,
             inner_forward=inner_forward,
             inner_backward=inner_backward,
@@ -267,6 +267,12 @@ class CostModel(Exchanges):
                 for kind in self.kinds
             )
         return self._samples[layout]
+
+    def own_backward_s(self, k: int, trained_bytes: int, *, exchanged: bool) -> float:
+        """What the backward of unit ``k`` takes besides what was measured of it, with gradients of
+        so many bytes."""
+        overhead_s = self.overhead_s(k, trained_bytes if exchanged else 0)
+        return overhead_s + self._adding_s(trained_bytes)
 
     def overhead_s(self, k: int, gradient_bytes: int) -> float:
         """The executor's own work in the backward of unit ``k``, as far as its device does it: for

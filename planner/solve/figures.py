@@ -68,7 +68,7 @@ class UnitFigures:
     def __init__(self, model: CostModel, memory: MemoryModel, position: int) -> None:
         self.model, self.memory, self.position = model, memory, position
         self._samples: dict[Layout, int | None] = {}
-        self._of_shape: dict[object, tuple[Reals, list[int]]] = {}
+        self._of_shape: dict[object, tuple[Reals, list[tuple[int, bool]]]] = {}
         self._readers: dict[tuple[State, ...], tuple[list[CurveReader], CurveReader]] = {}
 
     def samples(self, layout: Layout) -> int | None:
@@ -102,9 +102,9 @@ class UnitFigures:
         key = states, self.shape(k)
         if key not in self._of_shape:
             first = np.array([self.of(k, Option(*state)) for state in states])
-            self._of_shape[key] = first, self._exchanged_bytes(k, states)
+            self._of_shape[key] = first, self._trained_bytes(k, states)
             return first
-        first, exchanged = self._of_shape[key]
+        first, trained = self._of_shape[key]
         unit, found = self.model.profile.units[k], first.copy()
         busiest, here = self._readers_of(states)
         there = [kind.profile.units[k] for kind in self.model.kinds]
@@ -112,8 +112,10 @@ class UnitFigures:
             read = (r.values(u, seconds) for r, u in zip(busiest, there, strict=True))
             found[:, AT[name]] = reduce(np.maximum, read)
         # Curves say nothing of the executor's own work.
-        own_s = {sent: self.model.overhead_s(k, sent) for sent in set(exchanged)}
-        found[:, AT["backward"]] += [own_s[sent] for sent in exchanged]
+        own_s = {
+            one: self.model.own_backward_s(k, one[0], exchanged=one[1]) for one in set(trained)
+        }
+        found[:, AT["backward"]] += [own_s[one] for one in trained]
         for name, quantity in _MEASURED_BYTES:
             found[:, AT[name]] = here.values(unit, quantity, divides=False)
         self._write_idle(found, states)
@@ -134,10 +136,10 @@ class UnitFigures:
         found[np.ix_(absent, measured)] = 0.0
         return found
 
-    def _exchanged_bytes(self, k: int, states: tuple[State, ...]) -> list[int]:
-        """Bytes of the gradients that a member exchanges, by state."""
+    def _trained_bytes(self, k: int, states: tuple[State, ...]) -> list[tuple[int, bool]]:
+        """Bytes of a member's gradients and whether they are exchanged, by state."""
         return [
-            self.model.unit_sizes(k, Option(*state)).trained_bytes if state[0].groups > 1 else 0
+            (self.model.unit_sizes(k, Option(*state)).trained_bytes, state[0].groups > 1)
             for state in states
         ]
 

@@ -21,11 +21,11 @@ def without_needless_memory(problem: Problem, found: Result) -> Result:
     if plan is None or decisions is None:
         return found
     model = problem.cost_model(plan.micro_batches, plan.message_bytes, plan.placement)
-    spared = [k for k, o in enumerate(decisions) if o.memory != "keep" and not o.segment]
-    if not spared:
+    freeing = [k for k, o in enumerate(decisions) if o.memory != "keep" and not o.segment]
+    if not freeing:
         return found
     first = choice(model, decisions, problem.schedule)
-    best = _kept(problem, model, first, spared)
+    best = _kept(problem, model, first, freeing)
     if best is first:
         return found
     made = answer(problem, best, found.solver, found.bound_s, proved=found.status == "optimal")

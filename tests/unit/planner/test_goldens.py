@@ -259,7 +259,7 @@ def offloaded(solver):
 
 @golden("heuristic", "integer")
 def sharded(solver):
-    return short_of_memory(solver, 0.75, forbidden=("recompute", "fully_sharded", "early_release"))
+    return short_of_memory(solver, 0.75, forbidden=("recompute", "fully_sharded"))
 
 
 @golden(*SOLVERS)

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from meshwright import InfeasibleError, InputError, Restarts, RunError
+from meshwright.executor.checkpoint.folder import INDEX, step_name
+from meshwright.executor.checkpoint.index import CheckpointIndex, encode_index
 from meshwright.executor.checkpoint.latest import Latest
 from meshwright.executor.launch import launch
 from meshwright.executor.launch.hosts.protocol import error_of, failure_of
@@ -42,6 +44,16 @@ def test_a_killed_rank_is_still_lost_when_its_host_names_a_plan_that_fits(monkey
     assert "started again (restart 1 of 2)" in RestartCount(2).after(told, 10)
 
 
+def put_checkpoint(folder, step):
+    """A whole one, of nothing."""
+    index = CheckpointIndex(
+        step=step, world_size=1, model="", plan="", decisions="", files=(), tensors=()
+    )
+    where = folder / step_name(step)
+    where.mkdir()
+    (where / INDEX).write_bytes(encode_index(index))
+
+
 class Attempts:
     """What each attempt raises, or returns; and what it was given."""
 
@@ -65,7 +77,7 @@ class Attempts:
 
 def test_what_is_wrong_after_the_last_step_is_not_taken_for_a_loss(tmp_path):
     """Ranks that are started again would find the training at its end, and nothing wrong."""
-    (tmp_path / "step-00000010").mkdir()
+    put_checkpoint(tmp_path, 10)
     wrong = RunError("the loss of step 7 is nan")
     with pytest.raises(RunError, match="the loss of step 7 is nan"):
         Attempts(wrong, "done").run(tmp_path, 2, steps=10)
@@ -90,10 +102,24 @@ def test_a_run_that_has_lost_a_rank_is_started_again(tmp_path):
 
 
 def test_from_a_checkpoint_nothing_is_said_of_beginning_anew(tmp_path):
-    (tmp_path / "step-00000005").mkdir()
+    put_checkpoint(tmp_path, 5)
     attempts = Attempts(killed(), "done")
     attempts.run(tmp_path, 1)
     assert attempts.said[0].endswith("; started again (restart 1 of 1)")
+
+
+def test_a_damaged_checkpoint_is_not_where_a_run_goes_on(tmp_path):
+    """Two failures alike after a damaged one, with checkpoints made between them."""
+    (tmp_path / step_name(1000)).mkdir()
+    put_checkpoint(tmp_path, 600)
+
+    class Advancing(Attempts):
+        def __call__(self, ranks, keeping):
+            put_checkpoint(tmp_path, 700 + 100 * len(self.given))
+            return super().__call__(ranks, keeping)
+
+    same = [RunError("the peer closed"), RunError("the peer closed"), "done"]
+    assert Advancing(*same).run(tmp_path, 3, steps=1000) == "done"
 
 
 def test_each_attempt_tells_what_it_has_recorded_itself(tmp_path, monkeypatch):
@@ -132,7 +158,7 @@ def test_each_attempt_tells_what_it_has_recorded_itself(tmp_path, monkeypatch):
 )
 def test_restarts_that_are_used_up(tmp_path, steps, how):
     for step in steps:
-        (tmp_path / f"step-{step:08d}").mkdir()
+        put_checkpoint(tmp_path, step)
     attempts = Attempts(killed(), killed())
     with pytest.raises(MemoryRunError) as raised:
         attempts.run(tmp_path, 1)

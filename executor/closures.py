@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..comm.steps import replace_step
+from .comm.steps import replace_step
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from .run import Run
 
 
 def average_losses(optimizer: Optimizer, reference: weakref.ref[Run]) -> None:
