@@ -271,13 +271,16 @@ def _at_sizes(x: Reals, sizes: Reals) -> Callable[[Reals], Reals]:
         part = np.where(empty, 0.0, sizes / x[0])
         return lambda y: y[0] * part
     right = np.clip(np.searchsorted(x, sizes), 1, len(x) - 1)
-    left, beyond = right - 1, sizes > x[-1]
+    left, below, beyond = right - 1, sizes < x[0], sizes > x[-1]
     part = (sizes - x[left]) / (x[right] - x[left])
+    share = np.where(below, sizes / x[0], 0.0)
 
     def read(y: Reals) -> Reals:
         rise = y[right] - y[left]
-        rise = np.where(beyond, np.maximum(rise, 0.0), rise)
-        return np.where(empty, 0.0, np.maximum(y[left] + rise * part, 0.0))
+        more = y[right] + np.maximum(rise, 0.0) * (part - 1.0)
+        return np.where(
+            empty, 0.0, np.where(beyond, more, np.maximum(y[left] + rise * part, y[0] * share))
+        )
 
     return read
 

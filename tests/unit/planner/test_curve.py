@@ -1,7 +1,9 @@
 """What a measured curve says between, below and beyond its sizes."""
 
+import numpy as np
 import pytest
 from meshwright.planner.schema.curve import Curve
+from meshwright.planner.solve.figures import _at_sizes
 
 
 def test_between_sizes_and_at_none():
@@ -24,3 +26,10 @@ def test_below_the_first_size_nothing_takes_less_than_its_share(size):
 def test_beyond_the_last_size_it_never_falls():
     assert Curve(x=(1.0, 2.0), y=(2.0, 1.0))(4) == 1.0
     assert Curve(x=(1.0, 2.0), y=(1.0, 2.0))(4) == 4.0
+
+
+@pytest.mark.parametrize("y", [(1.0, 2.3, 2.0), (3.0, 4.0, 9.0), (2.0, 1.0, 0.5), (0.0, 1.0, 2.0)])
+def test_many_sizes_at_once_are_read_alike(y):
+    curve, sizes = Curve(x=(8.0, 16.0, 24.0), y=y), np.array([0.0, 0.5, 1.0, 7.0, 8.0, 12.0, 30.0])
+    found = _at_sizes(np.array(curve.x), sizes)(np.array(curve.y))
+    assert found == pytest.approx([curve(size) for size in sizes])
