@@ -187,6 +187,9 @@ def launch(
         )
     note(None if script else _no_whole_round(made, steps))
     found_hosts = asked.found_hosts()
+    hosts_named = len(found_hosts.names) if found_hosts else nnodes
+    if node_rank == 0:
+        note(_spread_over_hosts(made, nproc, hosts_named))
     restarts = _restarts(max_restarts, min_nodes, profile, cluster)
     restarts.check(
         checkpoint, len(found_hosts.names) if found_hosts else 0, nnodes if not asked.way else 1
@@ -330,6 +333,16 @@ def _note_differences(plan: Plan, nproc: Sequence[int] | None, nnodes: int, node
     if sum(counts) == plan.world_size and node_rank < nnodes:
         for text in differences(plan, counts[node_rank], sum(counts[:node_rank])):
             note(text)
+
+
+def _spread_over_hosts(plan: Plan, nproc: Sequence[int] | None, hosts: int) -> str | None:
+    """That what the plan has on one node starts on several hosts."""
+    from ..executor.launch.launch import ranks_of_hosts, spread_over_hosts
+
+    try:
+        return spread_over_hosts(plan, ranks_of_hosts(plan, nproc, hosts))
+    except InputError:  # which the launch says itself
+        return None
 
 
 def _show(found: RunReport, plan: Plan, path: Path | None, *, json: bool) -> None:

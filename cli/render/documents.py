@@ -77,12 +77,14 @@ def local_sentences(plan: Plan) -> list[str]:
         return []
     many = len(local.fragments)
     parts = "the model whole" if many == 1 else f"each of {many} fragments of the model"
+    # A round's averages must have come, or nothing of them is seen.
+    enough = max(50, 2 * (local.inner_steps + local.delay))
     late = f", applied {local.delay} steps after it was sent" if local.delay else ""
     return [
         f"The {local.hosts} hosts train apart (local steps, DiLoCo): {parts} is averaged once in "
         f"{local.inner_steps} steps{late} (outer learning rate {local.outer_lr:g}, momentum "
         f"{local.outer_momentum:g}). That changes the training: compare with meshwright verify "
-        "PLAN --steps 50. The units' times are those of a host by itself."
+        f"PLAN --steps {enough}. The units' times are those of a host by itself."
     ]
 
 

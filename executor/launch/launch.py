@@ -261,6 +261,26 @@ def differences(plan: Plan, ranks: int, first: int = 0) -> list[str]:
     return found
 
 
+def spread_over_hosts(plan: Plan, counts: Sequence[int]) -> str | None:
+    """That ranks which the plan has on one node start on several of the hosts, which get so many
+    each."""
+    made_for = cache.get(Cluster, plan.provenance.cluster)
+    if made_for is None or made_for.world_size != sum(counts):
+        return None
+    host_of = [host for host, count in enumerate(counts) for _ in range(count)]
+    places = list(zip(made_for.node_of_rank, host_of, strict=True))
+    for number, node in enumerate(made_for.nodes):
+        hosts = len({host for of, host in places if of == number})
+        if hosts > 1:
+            return (
+                f"the plan was made for {node.name} with {_ranks(len(node.devices))}, and these "
+                f"start on {hosts} hosts: what was to stay inside one goes over the network, and "
+                "steps take longer than predicted; start the hosts that it was made for, or plan "
+                "for these"
+            )
+    return None
+
+
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 

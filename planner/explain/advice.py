@@ -99,11 +99,16 @@ def advise(problem: Problem, solver: str = "auto", time_limit_s: float | None = 
     plain = _without_a_plan(exact)
     step = evaluation(plain, plain.baseline).prediction
     ways = [_by_itself("data parallel (DDP)", plain, step.step_s)]
-    if plain.world_size > 1:
-        one = _without_a_plan(resized_problem(replace(exact, goal=_unpinned(goal)), 1))
-        # It has no executor, which predictions of plans count.
-        ways.append(_by_itself("one device", one, single_device_batch_s(one)))
     asked = [*_fewer(exact), *_planned(exact)]
+    if plain.world_size > 1:
+        single = resized_problem(replace(exact, goal=_unpinned(goal)), 1)
+        one = _without_a_plan(single)
+        # It has no executor, which predictions of plans count.
+        alone = _by_itself("one device", one, single_device_batch_s(one))
+        if alone.why:  # then a plan may find room for it
+            asked.insert(0, _Asked(alone.name, "nothing", ("--ranks", "1"), single))
+        else:
+            ways.append(alone)
     ways += _unmeasured(exact)
     for i, each in enumerate(asked):
         problem.report(each.name, i / len(asked))

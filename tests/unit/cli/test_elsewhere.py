@@ -18,6 +18,9 @@ from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.estimate import load_table
 
 from tests.ssh import behave, behave_as_host, cluster_of_hosts, plan_for_hosts, put_ssh
+from tests.strategies import cluster
+
+from .conftest import short_vgg
 
 PLAN = plan_for_hosts(8)
 
@@ -116,6 +119,19 @@ def test_what_would_run_is_only_shown(meshwright, plan_file, tmp_path, monkeypat
         "--rendezvous=a:29500",
         *("t.py", "--lr", "a b"),
     ]
+
+
+def test_a_node_of_the_plan_that_is_spread_over_hosts_is_told(meshwright, tmp_path):
+    profile, links = tmp_path / "profile.json", tmp_path / "links.json"
+    save(short_vgg(), profile)
+    save(cluster(2, devices=2), links)
+    asked = "--batch", 64, "--solver", "heuristic", "-o", "plan.json"
+    assert meshwright("plan", profile, "-c", links, *asked).code == 0
+    for hosts, told in (("a,b", False), ("a,b,c,d", True)):
+        done = meshwright("launch", "plan.json", "--hosts", hosts, "--dry-run")
+        assert done.code == 0, done.err
+        said = "the plan was made for n0 with 2 ranks, and these start on 2 hosts"
+        assert (said in " ".join(done.err.split())) == told
 
 
 def test_a_job_of_slurm_is_written_and_submitted(meshwright, plan_file, tmp_path, monkeypatch):
