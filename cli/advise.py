@@ -81,10 +81,10 @@ def advise(
 
 def _command(context: typer.Context, way: Way) -> str:
     """The whole command that makes a way's plan: what this one was given, and the way's options."""
-    own = way.options or ()
+    own, given = way.options or (), given_options(context)
     words = ["meshwright", "plan", context.params["target"], "-c", str(context.params["cluster"])]
     for name in _SHARED:
-        if name in given_options(context) and option(name) not in own:
+        if name in given and option(name) not in own:
             value = context.params[name]
             several = value if isinstance(value, list) else [value]
             words += [word for one in several for word in (option(name), _text(name, one))]

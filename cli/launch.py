@@ -162,6 +162,7 @@ def launch(
     """Run a plan, here or on several hosts, and end with what was predicted beside what was
     measured."""
     from .. import api
+    from ..executor.launch.launch import spread_over_hosts
     from . import elsewhere
 
     # Before the training, which may take days.
@@ -189,7 +190,7 @@ def launch(
     found_hosts = asked.found_hosts()
     hosts_named = len(found_hosts.names) if found_hosts else nnodes
     if node_rank == 0:
-        note(_spread_over_hosts(made, nproc, hosts_named))
+        note(spread_over_hosts(made, _counts(made, nproc, hosts_named)))
     restarts = _restarts(max_restarts, min_nodes, profile, cluster)
     restarts.check(
         checkpoint, len(found_hosts.names) if found_hosts else 0, nnodes if not asked.way else 1
@@ -323,26 +324,23 @@ def _check_belongs(given: set[str], start: str, what: str, asked: object) -> Non
 
 def _note_differences(plan: Plan, nproc: Sequence[int] | None, nnodes: int, node_rank: int) -> None:
     """Says what this host has that the plan was not made for."""
-    from ..executor.launch.launch import differences, ranks_of_hosts
+    from ..executor.launch.launch import differences
 
-    try:
-        counts = ranks_of_hosts(plan, nproc, nnodes)
-    except InputError:
-        return
+    counts = _counts(plan, nproc, nnodes)
     # Another number of ranks is refused by the launch itself.
     if sum(counts) == plan.world_size and node_rank < nnodes:
         for text in differences(plan, counts[node_rank], sum(counts[:node_rank])):
             note(text)
 
 
-def _spread_over_hosts(plan: Plan, nproc: Sequence[int] | None, hosts: int) -> str | None:
-    """That what the plan has on one node starts on several hosts."""
-    from ..executor.launch.launch import ranks_of_hosts, spread_over_hosts
+def _counts(plan: Plan, nproc: Sequence[int] | None, hosts: int) -> tuple[int, ...]:
+    """The ranks of each host; none where that cannot be, which the launch says itself."""
+    from ..executor.launch.launch import ranks_of_hosts
 
     try:
-        return spread_over_hosts(plan, ranks_of_hosts(plan, nproc, hosts))
-    except InputError:  # which the launch says itself
-        return None
+        return ranks_of_hosts(plan, nproc, hosts)
+    except InputError:
+        return ()
 
 
 def _show(found: RunReport, plan: Plan, path: Path | None, *, json: bool) -> None:

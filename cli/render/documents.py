@@ -78,7 +78,7 @@ def local_sentences(plan: Plan) -> list[str]:
     many = len(local.fragments)
     parts = "the model whole" if many == 1 else f"each of {many} fragments of the model"
     # A round's averages must have come, or nothing of them is seen.
-    enough = max(50, 2 * (local.inner_steps + local.delay))
+    enough = max(50, 2 * local.steps_to_begin)
     late = f", applied {local.delay} steps after it was sent" if local.delay else ""
     return [
         f"The {local.hosts} hosts train apart (local steps, DiLoCo): {parts} is averaged once in "

@@ -81,7 +81,7 @@ def steps_to_begin(plan: Plan) -> int:
     if any(unit.exchange == "topk" for unit in plan.units):
         found = settings.stages * settings.stage_backwards
     if plan.local_steps is not None:
-        found = max(found, plan.local_steps.inner_steps + plan.local_steps.delay)
+        found = max(found, plan.local_steps.steps_to_begin)
     return found
 
 

@@ -74,6 +74,11 @@ class LocalSteps(Record, frozen=True, kw_only=True):
 
     # -- the round ---------------------------------------------------------------------------------
 
+    @property
+    def steps_to_begin(self) -> int:
+        """After how many of the optimizer's steps an average of every fragment has been applied."""
+        return self.inner_steps + self.delay
+
     def turn(self, fragment: int) -> int:
         """After which of a round's steps (1 to ``inner_steps``) the fragment leaves."""
         # Spread evenly, the last at the round's end; rounded up, so that no two share a step.

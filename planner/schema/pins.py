@@ -36,6 +36,7 @@ POLICIES: tuple[str, ...] = (
 )
 # Policies that a unit falls back on: without them nothing would be left to plan.
 ALWAYS = ("keep", "dense", "residual", "exact")
+FORBIDDABLE = tuple(policy for policy in POLICIES if policy not in ALWAYS)
 # Names are proposed from this ratio of ``SequenceMatcher`` on, difflib's own default.
 LEAST_LIKE = 0.6
 MOST_NAMES = 3
@@ -76,8 +77,8 @@ def checked_policies(names: Iterable[str]) -> tuple[str, ...]:
     out."""
     found = tuple(dict.fromkeys(names))
     for name in found:
-        if name in ALWAYS or name not in POLICIES:
-            known = ", ".join(policy for policy in POLICIES if policy not in ALWAYS)
+        if name not in FORBIDDABLE:
+            known = ", ".join(FORBIDDABLE)
             raise InputError(f"{name!r} is no policy that can be forbidden: choose from {known}")
     return found
 
@@ -111,13 +112,12 @@ def _parts(text: str, *, everywhere: bool = False) -> tuple[str, tuple[Layout, .
 
 def _unreadable(text: str) -> InputError:
     _, _, style = text.rpartition("=")[2].rpartition(":")
-    policies = [policy for policy in POLICIES if policy not in ALWAYS]
     # To be told of a policy by its own name would not help: it can be forbidden, not pinned.
-    near = None if style in policies else nearest(style, (*STYLES, *policies))
+    near = None if style in FORBIDDABLE else nearest(style, (*STYLES, *FORBIDDABLE))
     return InputError(
         f"{text!r} says no layout: {f'try {quoted(near)}, or ' if near else ''}"
         "write UNIT=GROUPSxMEMBERS such as fc1=4x2, a style "
-        f"({', '.join(STYLES)}) or both as 4x2:row; a policy ({', '.join(policies)}) can only "
+        f"({', '.join(STYLES)}) or both as 4x2:row; a policy ({', '.join(FORBIDDABLE)}) can only "
         "be forbidden, for all units"
     )
 

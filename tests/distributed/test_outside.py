@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import meshwright as mw
 import msgspec
@@ -128,21 +129,29 @@ class TrainingOnly(Keeping):
         return made
 
 
-def validates_first(rank: int) -> dict[str, Tensor]:
-    """Evaluates with gradients before it trains on uneven shares."""
+def on_uneven_shares(
+    rank: int, kind: type[Keeping], first: int
+) -> tuple[Any, torch.optim.Optimizer, Tensor, Tensor, slice]:
+    """A model, its optimizer, a batch of five samples, and which of them are this rank's: the
+    ``first`` ones or the rest under a plan, all of them in one process (rank -1)."""
     torch.manual_seed(2)
-    model = TrainingOnly()
+    model = kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = [slice(0, 5)]
     if rank >= 0:
-        parts = [slice(0, 3), slice(3, 5)]
+        parts = [slice(0, first), slice(first, 5)]
         apply(model, optimizer, plan_by_hand(2, (WHOLE,)))
     torch.manual_seed(3)
     (x,), target = make_batch(5).args, torch.arange(5) % 3
+    return model, optimizer, x, target, parts[max(rank, 0)]
+
+
+def validates_first(rank: int) -> dict[str, Tensor]:
+    """Evaluates with gradients before it trains on uneven shares."""
+    model, optimizer, x, target, part = on_uneven_shares(rank, TrainingOnly, 3)
     model.eval()
     model(x)
     model.train()
-    part = parts[max(rank, 0)]
     plain = F.cross_entropy(model(x[part]), target[part])
     (plain + model.losses[0]).backward()
     optimizer.step()
@@ -171,16 +180,7 @@ class Beginning(Keeping):
 
 
 def begins_later(rank: int) -> dict[str, Tensor]:
-    torch.manual_seed(2)
-    model = Beginning()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parts = [slice(0, 5)]
-    if rank >= 0:
-        parts = [slice(0, 4), slice(4, 5)]
-        apply(model, optimizer, plan_by_hand(2, (WHOLE,)))
-    torch.manual_seed(3)
-    (x,), target = make_batch(5).args, torch.arange(5) % 3
-    part = parts[max(rank, 0)]
+    model, optimizer, x, target, part = on_uneven_shares(rank, Beginning, 4)
     for step in range(3):
         model.begins = step > 0
         loss = F.cross_entropy(model(x[part]), target[part])
