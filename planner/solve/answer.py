@@ -22,6 +22,7 @@ from ..cost.ownership import position_classes
 from ..cost.step_time import barrier_step, priority_step
 from ..memory.timeline import peak_bytes
 from ..memory.unit_memory import memory_of
+from ..schema.layout import Layout
 from ..schema.options import Decisions
 from ..schema.plan import Plan, Status
 from ..simulate.events import simulate
@@ -78,14 +79,32 @@ def choice(model: CostModel, decisions: Decisions, schedule: ScheduleName) -> Ch
     return Choice(model, decisions, step_s, used, over_bytes(model, decisions), lost)
 
 
+class Fullest(NamedTuple):
+    """The rank that has least memory left: by how many bytes it is over its limit (negative: free),
+    and its samples by layout (None where it takes no part)."""
+
+    over_bytes: int
+    samples: dict[Layout, int | None]
+
+
+def fullest(model: CostModel, decisions: Decisions) -> Fullest:
+    """The fullest rank of a plan."""
+    memory, limits = memory_of(model), limits_bytes(model)
+    groups = position_classes(model.counts, [o.layout for o in decisions])
+    ranks = (
+        Fullest(
+            ceil(peak_bytes(memory.position(decisions, group.samples))[0])
+            - min(limits[p] for p in group.positions),
+            group.samples,
+        )
+        for group in groups
+    )
+    return max(ranks, key=lambda rank: rank.over_bytes)
+
+
 def over_bytes(model: CostModel, decisions: Decisions) -> int:
     """By how much the fullest rank is over its limit, negative where all fit."""
-    memory, limits = memory_of(model), limits_bytes(model)
-    return max(
-        ceil(peak_bytes(memory.position(decisions, group.samples))[0])
-        - min(limits[p] for p in group.positions)
-        for group in position_classes(model.counts, [o.layout for o in decisions])
-    )
+    return fullest(model, decisions).over_bytes
 
 
 def check(chosen: Choice, schedule: ScheduleName) -> None:

@@ -4,8 +4,9 @@ recompute or offload what has room to stay."""
 from collections.abc import Sequence
 
 from ..cost.cost import CostModel
-from ..schema.options import Decisions
-from .answer import Choice, answer, choice
+from ..memory.unit_memory import memory_of
+from ..schema.options import Decisions, Option
+from .answer import Choice, Fullest, answer, choice, fullest
 from .choices import may_have
 from .problem import Problem, Result
 
@@ -41,13 +42,40 @@ def _kept(problem: Problem, model: CostModel, first: Choice, units: Sequence[int
             break
         group = groups.pop(0)
         decisions = _keeping(problem, model, best.decisions, group)
+        rank = fullest(model, decisions)
+        if rank.over_bytes > 0:
+            groups += _parts(group, _with_room(model, best.decisions, decisions, rank, group))
+            continue
         trial = choice(model, decisions, problem.schedule)
         if trial.feasible and trial.objective_s <= best.objective_s:
             best = trial
-        elif len(group) > 1:
-            middle = len(group) // 2
-            groups += [group[:middle], group[middle:]]
+        else:
+            groups += _parts(group, group)
     return best
+
+
+def _parts(tried: Sequence[int], left: Sequence[int]) -> list[Sequence[int]]:
+    """What to try instead of units that cannot all be kept: those that are left, or the halves."""
+    if len(left) < len(tried):
+        return [left] if left else []
+    middle = len(left) // 2
+    return [left[:middle], left[middle:]] if middle else []
+
+
+def _with_room(
+    model: CostModel, before: Decisions, kept: Decisions, rank: Fullest, units: Sequence[int]
+) -> list[int]:
+    """Those of ``units`` that the rank may have room for, as it is over its limit with all kept."""
+    # A unit that is not kept frees there at most what it saves. So what stays saved is at most all
+    # of it without what is over the limit.
+    memory = memory_of(model)
+
+    def saved(k: int, option: Option) -> float:
+        return memory.unit(k, option, rank.samples[option.layout]).phases.saved
+
+    more = {k: saved(k, kept[k]) - saved(k, before[k]) for k in units if kept[k] != before[k]}
+    room = sum(more.values()) - rank.over_bytes
+    return [k for k, size in more.items() if size <= room]
 
 
 def _keeping(
