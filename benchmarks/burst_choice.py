@@ -32,7 +32,7 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Decisions, Option, allowed
 from meshwright.planner.schema.plan import ScheduleName
 from meshwright.planner.simulate.schedule import bucketed_s
-from meshwright.planner.solve.answer import over_bytes
+from meshwright.planner.solve.choice import over_bytes
 from meshwright.planner.solve.device_timelines import timelines
 from meshwright.planner.solve.evaluate import evaluation
 from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy

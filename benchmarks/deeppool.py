@@ -25,7 +25,7 @@ from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layer_times import profile_of_table
 from meshwright.planner.schema.options import Decisions
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.solve.answer import choice
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy
 from meshwright.planner.solve.problem import Problem
 from rows import command_line, markdown, print_json, put_into

@@ -51,8 +51,8 @@ from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option, tied_units
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.solve.choices import all_options
 from meshwright.planner.solve.evaluate import make_plan
+from meshwright.planner.solve.unit_options import all_options
 from meshwright.profiler.model import profile
 from rows import command_line, keep, known, markdown, print_json, print_row, put_into
 from zoo_models import architectures, from_transformers, try_training

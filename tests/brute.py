@@ -14,8 +14,8 @@ from meshwright.planner.cost.ownership import group_samples
 from meshwright.planner.memory.timeline import FIELD
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.options import ties_agree
-from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.evaluate import limits_bytes
+from meshwright.planner.solve.unit_options import unit_options
 
 CHUNK = 40_000
 WHOLE = dict.fromkeys(("column", "pair"), "whole")

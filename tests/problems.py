@@ -20,7 +20,7 @@ from meshwright.planner.schema.profile import (
     SplitProfile,
     UpdateRate,
 )
-from meshwright.planner.solve.answer import choice
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.evaluate import rank_memory
 from meshwright.planner.solve.option_table import OptionTable
 from meshwright.planner.solve.problem import Problem

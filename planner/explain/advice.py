@@ -20,7 +20,7 @@ from ..schema.pins import without
 from ..schema.plan import ExchangePolicy, UnitPlan
 from ..schema.precision import is_scaled
 from ..schema.record import Count, Positive, Record, Seconds
-from ..solve.answer import over_bytes
+from ..solve.choice import over_bytes
 from ..solve.evaluate import evaluation
 from ..solve.heuristic.resize import resized_problem
 from ..solve.needless_loss import without_needless_loss

@@ -14,7 +14,7 @@ import msgspec
 from ..cost.budget import single_device_batch_s
 from ..cost.cost import CostModel
 from ..schema.record import Count, Record, Seconds
-from ..solve.answer import choice
+from ..solve.choice import choice
 from ..solve.problem import Problem, Result
 from ..solve.solver import solve
 

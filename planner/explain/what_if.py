@@ -20,7 +20,7 @@ from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Count, Record, Seconds
 from ..schema.text import ranks as counted
-from ..solve.answer import over_bytes
+from ..solve.choice import over_bytes
 from ..solve.evaluate import evaluation
 from ..solve.heuristic.checkpointing import limited_by_memory
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized_problem, resized_with

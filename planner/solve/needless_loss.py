@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from ..cost.cost import CostModel
 from ..schema.options import Option
-from .answer import choice, plan_of
+from .answer import plan_of
+from .choice import choice
 from .problem import Problem, Result
 
 

@@ -6,37 +6,25 @@ from collections.abc import Sequence
 from ..cost.cost import CostModel
 from ..memory.unit_memory import memory_of
 from ..schema.options import Decisions, Option
-from .answer import Choice, Fullest, answer, choice, fullest
-from .choices import may_have
-from .problem import Problem, Result
+from .choice import Choice, Fullest, choice, fullest
+from .problem import Problem
+from .unit_options import may_have
 
 MOST_TRIALS = 32
 """So many plans are tried: each takes as long as a judgement of the whole plan."""
 
 
-def without_needless_memory(problem: Problem, found: Result) -> Result:
+def without_needless_memory(problem: Problem, found: Choice) -> Choice:
     """What was found, or where that keeps all limits and takes no longer the same with feature maps
-    kept of units that it would recompute by themselves or offload. What was proved of the first
-    holds of the second."""
-    plan, decisions = found.plan, found.decisions
-    if plan is None or decisions is None:
-        return found
-    model = problem.cost_model(plan.micro_batches, plan.message_bytes, plan.placement)
-    freeing = [k for k, o in enumerate(decisions) if o.memory != "keep" and not o.segment]
-    if not freeing:
-        return found
-    first = choice(model, decisions, problem.schedule)
-    best = _kept(problem, model, first, freeing)
-    if best is first:
-        return found
-    made = answer(problem, best, found.solver, found.bound_s, proved=found.status == "optimal")
-    return made._replace(reason=found.reason)
+    kept of units that it would recompute by themselves or offload."""
+    freeing = [k for k, o in enumerate(found.decisions) if o.memory != "keep" and not o.segment]
+    return _kept(problem, found, freeing) if freeing else found
 
 
-def _kept(problem: Problem, model: CostModel, first: Choice, units: Sequence[int]) -> Choice:
+def _kept(problem: Problem, first: Choice, units: Sequence[int]) -> Choice:
     """The choice with as many of ``units`` kept as may be: all of them, else their halves, and so
     on while trials are left."""
-    best, groups = first, [units]
+    best, groups, model = first, [units], first.model
     for _ in range(MOST_TRIALS):
         if not groups:
             break

@@ -34,9 +34,9 @@ from ..memory.unit_memory import memory_of
 from ..schema.capability import Capability
 from ..schema.layout import Layout
 from ..schema.options import Decisions, Option, allowed, ties_agree
-from .choices import STYLES, exchange_options, layouts_of, memory_policies, unit_options
 from .figures import SUMMED, EdgeFigures, Numbers, Reals, SharedEdges, State, UnitFigures
 from .host_memory import allotted_bytes, may_offload
+from .unit_options import STYLES, exchange_options, layouts_of, memory_policies, unit_options
 
 Mask = npt.NDArray[np.bool_]
 Policy = tuple[tuple[str, Any], ...]

@@ -1,7 +1,8 @@
 """Other shares of the batch for a plan whose shares were chosen for plain data parallelism."""
 
 from ..cost.cost import CostModel
-from .answer import choice, plan_of
+from .answer import plan_of
+from .choice import choice
 from .local_batches import balanced_batches
 from .problem import Problem, Result
 

@@ -19,7 +19,6 @@ from .heuristic.least_memory import nothing_fits
 from .heuristic.schedules import any_schedule, offloads, shard_if_needed, widest, without_offload
 from .heuristic.segmented import quicker_in_segments
 from .local_steps import apart_if_quicker
-from .needless_memory import without_needless_memory
 from .problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
 from .quicker_shares import with_quicker_shares
 
@@ -152,7 +151,7 @@ def _solve_together(problem: Problem, solver: str, time_limit_s: float | None) -
         return Result.without_plan(name, None, reason) if nothing else searched(one)
 
     def searched(one: Problem) -> Result:
-        found = without_needless_memory(one, _without_needless_offload(one, chosen, left_s))
+        found = _without_needless_offload(one, chosen, left_s)
         if one.capability.branches:
             found = side_by_side(one, found)
         found = with_quicker_shares(one, quicker_in_segments(one, found, time_limit_s))

@@ -17,8 +17,8 @@ from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option, tied_units, ties_agree
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.solve.choices import all_options
 from meshwright.planner.solve.evaluate import make_plan
+from meshwright.planner.solve.unit_options import all_options
 from meshwright.profiler.model import profile
 from transformers import (
     CLIPConfig,

@@ -17,8 +17,8 @@ from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.solve.choices import all_options
 from meshwright.planner.solve.request import searched
+from meshwright.planner.solve.unit_options import all_options
 from meshwright.profiler.estimate import estimate
 from torch import Tensor, nn
 

@@ -21,8 +21,8 @@ from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.precision import PRECISIONS, Precision
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.solve.choices import all_options
 from meshwright.planner.solve.evaluate import make_plan
+from meshwright.planner.solve.unit_options import all_options
 from meshwright.profiler.model import profile
 from torch import nn
 from transformers import (

@@ -13,10 +13,11 @@ from typing import NamedTuple
 from ...cost.cost import CostModel
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option, allowed
-from ..answer import Choice, choice, plan_of
-from ..choices import may_have
+from ..answer import plan_of
+from ..choice import Choice, choice
 from ..evaluate import evaluation
 from ..problem import Problem, Result
+from ..unit_options import may_have
 from .space import BETTER
 
 PARTS = (2, 4, 8)

@@ -30,10 +30,10 @@ from ...memory.unit_memory import memory_of
 from ...schema.capability import Capability
 from ...schema.options import Decisions, Option
 from ...schema.plan import MemoryPolicy, Plan
-from ..answer import choice
-from ..choices import may_have
+from ..choice import choice
 from ..evaluate import binding_rank
 from ..problem import Problem
+from ..unit_options import may_have
 from .space import OptionSpace
 
 MOST_STEPS = 400_000

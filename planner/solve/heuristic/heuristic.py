@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...cost.budget import permitted
-from ..answer import Choice, answer, choice
+from ..answer import answer
+from ..choice import Choice, choice
 from ..problem import Infeasibility, Problem, Result
 from .infeasible import Closest, explain, higher, is_least, lifted, needed, with_limit
 from .segmented import fitting_in_segments

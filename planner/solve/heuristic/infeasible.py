@@ -20,8 +20,7 @@ from ...cost.budget import single_device_batch_s, unit_amplification
 from ...cost.cost import CostModel
 from ...schema.layout import Layout
 from ...schema.options import Option
-from ..answer import Choice, choice
-from ..choices import all_options, unit_options
+from ..choice import Choice, choice
 from ..evaluate import excess, rank_memory
 from ..problem import (
     UNMEASURED,
@@ -31,6 +30,7 @@ from ..problem import (
     Relaxation,
     state_pairs,
 )
+from ..unit_options import all_options, unit_options
 from .checkpointing import Checkpointing, has_segments, plain_starts
 from .least_memory import few_options, least_memory, memory_models
 from .resize import resized_problem

@@ -19,10 +19,10 @@ from ...memory.unit_memory import memory_of
 from ...schema.capability import Capability
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option
-from ..answer import over_bytes
-from ..choices import all_options, unit_options
+from ..choice import over_bytes
 from ..evaluate import limits_bytes
 from ..problem import Problem
+from ..unit_options import all_options, unit_options
 from .checkpointing import has_segments
 
 ROUNDING = 1e-9

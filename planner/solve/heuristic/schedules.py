@@ -15,9 +15,9 @@ from ...schema.cluster import Interference
 from ...schema.goal import Goal
 from ...schema.options import Decisions, Option, segments_of
 from ...schema.plan import SHARDING, ExchangePolicy, Plan, Prediction
-from ..choices import may_gather, may_have
 from ..evaluate import evaluation
 from ..problem import Problem, Result
+from ..unit_options import may_gather, may_have
 from .branches import regions
 
 SLICE_BYTES = (2**20, 2**22, 2**24)

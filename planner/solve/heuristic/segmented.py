@@ -17,10 +17,11 @@ import msgspec
 from ...cost.budget import permitted
 from ...cost.cost import CostModel
 from ...schema.options import Decisions, segments_of
-from ..answer import Choice, answer, choice
-from ..choices import may_have
+from ..answer import answer
+from ..choice import Choice, choice
 from ..evaluate import binding_rank, evaluation
 from ..problem import Problem, Result
+from ..unit_options import may_have
 from .checkpointing import Checkpointing, has_segments, limited_by_memory, plain_starts
 from .space import BETTER
 from .splits import search

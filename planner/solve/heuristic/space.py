@@ -29,8 +29,8 @@ from ...schema.capability import Capability
 from ...schema.layout import Layout, Style
 from ...schema.options import Decisions, Option, ties_agree
 from ...simulate.schedule import ScheduleName, bucketed_s
-from ..choices import all_options, layouts_of
 from ..evaluate import binding_rank, limits_bytes
+from ..unit_options import all_options, layouts_of
 
 ROUNDING = 1e-9
 BETTER = 1 - 1e-6

@@ -55,7 +55,7 @@ from ...cost.cost import CostModel
 from ...cost.step_time import LINKS, Vector
 from ...memory.rows import AT, ENTRY, SLICES, rows, seconds_of
 from ...schema.options import Option
-from ..answer import choice
+from ..choice import choice
 from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
 from ..problem import Problem

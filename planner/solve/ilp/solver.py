@@ -22,8 +22,8 @@ import pulp
 from ...cost.cost import CostModel
 from ...schema.goal import Goal
 from ...schema.options import Decisions, ties_agree
-from ..answer import Choice, DisagreementError, answer, choice, over_bytes
-from ..choices import all_may_have
+from ..answer import DisagreementError, answer
+from ..choice import Choice, choice, over_bytes
 from ..evaluate import evaluation, limits_bytes, rank_memory
 from ..heuristic.checkpointing import fits_in_segments
 from ..heuristic.infeasible import Closest, explain, needed
@@ -33,6 +33,7 @@ from ..heuristic.splits import search
 from ..highs import Interruption, Solved, run
 from ..option_table import OptionTable
 from ..problem import Infeasibility, Problem, Result
+from ..unit_options import all_may_have
 from .integer import Program
 from .least_options import least_options, only_memory
 

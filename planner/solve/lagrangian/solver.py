@@ -28,8 +28,8 @@ from ...cost.budget import (
 from ...cost.cost import CostModel
 from ...memory.rows import rows
 from ...schema.options import Decisions
-from ..answer import Choice, answer, choice
-from ..choices import all_may_have
+from ..answer import answer
+from ..choice import Choice, choice
 from ..evaluate import binding_rank, limits_bytes
 from ..heuristic import splits
 from ..heuristic.bursts import LIMITS, greedy
@@ -49,6 +49,7 @@ from ..heuristic.segmented import fitting_in_segments
 from ..ilp.solver import IntegerSolver
 from ..option_table import OptionTable
 from ..problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
+from ..unit_options import all_may_have
 from .judging import INFINITE, Limits
 from .lagrange import Lagrangian, LagrangianSearch
 

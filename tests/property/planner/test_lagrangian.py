@@ -19,14 +19,14 @@ from meshwright.planner.memory.rows import (
 )
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.goal import Goal
-from meshwright.planner.solve.answer import choice
-from meshwright.planner.solve.choices import unit_options
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.lagrangian.dynamic import minimise, order_of
 from meshwright.planner.solve.lagrangian.judging import IDLE, PlanJudge
 from meshwright.planner.solve.lagrangian.lagrange import LagrangianSearch, Weights
 from meshwright.planner.solve.lagrangian.restricted_program import RestrictedProgram
 from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of
 from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.unit_options import unit_options
 
 from tests import brute, problems
 

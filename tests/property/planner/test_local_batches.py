@@ -16,12 +16,12 @@ from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.local_batches import local_batches
 from meshwright.planner.schema.options import Option
-from meshwright.planner.solve.choices import all_options
 from meshwright.planner.solve.evaluate import evaluate, limits_bytes, make_plan, rank_memory
 from meshwright.planner.solve.figures import UnitFigures
 from meshwright.planner.solve.local_batches import NEAR, balanced_batches, least_largest
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
+from meshwright.planner.solve.unit_options import all_options
 
 from tests.problems import problem
 from tests.strategies import chain_profile, cluster, linear, share

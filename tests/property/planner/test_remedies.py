@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner.cost.budget import single_device_batch_s
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.solve.answer import choice
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.heuristic.heuristic import TRIES
 from meshwright.planner.solve.heuristic.infeasible import DIGITS, LIFTED, needed, rounded_up
 from meshwright.planner.solve.lagrangian import solver as lagrangian_solver

@@ -14,10 +14,10 @@ from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.profile import EdgeProfile, PieceProfile
-from meshwright.planner.solve.choices import with_policies
 from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
+from meshwright.planner.solve.unit_options import with_policies
 
 from tests.strategies import chain_profile, cluster, constant, linear, share
 

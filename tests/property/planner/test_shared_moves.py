@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from meshwright.planner.memory.rows import slice_waits, values
-from meshwright.planner.solve.answer import choice
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.heuristic.space import OptionSpace, ScoredDecisions
 from meshwright.planner.solve.ilp.solver import IntegerSolver
 from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of

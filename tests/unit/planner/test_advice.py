@@ -7,7 +7,7 @@ from meshwright.planner.explain.advice import advise, slow_hosts
 from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.goal import Goal, make_goal
 from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
-from meshwright.planner.solve.answer import over_bytes
+from meshwright.planner.solve.choice import over_bytes
 from meshwright.planner.solve.heuristic.resize import resized
 from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve

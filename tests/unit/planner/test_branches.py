@@ -11,11 +11,12 @@ from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.profile import EdgeProfile
-from meshwright.planner.solve.answer import answer, choice
-from meshwright.planner.solve.choices import all_may_have
+from meshwright.planner.solve.answer import answer
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.heuristic.branches import regions, side_by_side
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
+from meshwright.planner.solve.unit_options import all_may_have
 
 from tests.strategies import chain_profile, cluster, linear
 

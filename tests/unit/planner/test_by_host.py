@@ -16,7 +16,7 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.pins import parse_wishes
 from meshwright.planner.schema.plan import UnitPlan
-from meshwright.planner.solve.choices import all_options
+from meshwright.planner.solve.unit_options import all_options
 
 from tests.strategies import chain_profile, linear
 

@@ -17,7 +17,8 @@ from meshwright.planner.schema.capability import EVERYTHING, PLAIN
 from meshwright.planner.schema.errors import InfeasibleError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
-from meshwright.planner.solve.answer import DisagreementError, check, choice
+from meshwright.planner.solve.answer import DisagreementError, check
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.highs import Interruption, run
 from meshwright.planner.solve.ilp.integer import Program
 from meshwright.planner.solve.ilp.memory_rows import MemoryRows, memory_classes

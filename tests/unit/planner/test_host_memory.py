@@ -14,11 +14,11 @@ from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.profile import FidelityProfile
-from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.evaluate import limits_bytes, make_plan, plan_by
 from meshwright.planner.solve.host_memory import PINNED_SHARE
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import expand_pins, solve
+from meshwright.planner.solve.unit_options import unit_options
 
 from tests.strategies import chain_profile, cluster, linear
 

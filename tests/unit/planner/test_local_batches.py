@@ -20,7 +20,8 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.local_batches import local_batches
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import decode, encode
-from meshwright.planner.solve.answer import answer, choice
+from meshwright.planner.solve.answer import answer
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.evaluate import decisions_of, evaluation, make_plan, rank_memory
 from meshwright.planner.solve.heuristic.resize import resized_problem
 from meshwright.planner.solve.local_batches import balanced_batches, least_in_turn, least_largest

@@ -12,7 +12,7 @@ from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
 from meshwright.planner.simulate.schedule import messages_of, pack_gradients
 from meshwright.planner.simulate.slicing import SliceSpec, cut_lossy
-from meshwright.planner.solve.choices import unit_options
+from meshwright.planner.solve.unit_options import unit_options
 
 from tests.strategies import cluster
 

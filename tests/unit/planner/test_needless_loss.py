@@ -8,7 +8,8 @@ from meshwright.planner.schema.goal import ROUNDED_FIDELITY, Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.profile import CompressionRate
-from meshwright.planner.solve.answer import choice, plan_of
+from meshwright.planner.solve.answer import plan_of
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.needless_loss import without_needless_loss
 from meshwright.planner.solve.problem import Result
 from meshwright.planner.solve.request import problem_for

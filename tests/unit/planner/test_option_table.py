@@ -8,8 +8,8 @@ from meshwright.planner.memory.rows import AT
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.cluster import StepOverhead
 from meshwright.planner.schema.goal import Goal
-from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.option_table import OptionTable
+from meshwright.planner.solve.unit_options import unit_options
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -20,8 +20,8 @@ from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
 from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.schedule import Message, Step, work_of
-from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.evaluate import rank_memory
+from meshwright.planner.solve.unit_options import unit_options
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -94,11 +94,11 @@ def test_changing_two_units_at_once(monkeypatch):
 
 def test_the_integer_programs_plan_is_judged_as_it_is_run(monkeypatch):
     """The formula takes slices to be small and knows no interference."""
-    made = replace(problem(26, most=3_000), tie_tolerance=0.005)
+    made = replace(problem(45, most=3_000), tie_tolerance=0.005)
     found = IntegerSolver().solve(made)
     monkeypatch.setattr(IntegerSearch, "_as_run", lambda self, chosen: chosen)
     without = IntegerSolver().solve(made)
-    assert found.plan.prediction.step_s < 0.95 * without.plan.prediction.step_s
+    assert found.plan.prediction.step_s < 0.8 * without.plan.prediction.step_s
 
 
 def test_the_simpler_of_two_plans_that_are_nearly_as_good(monkeypatch):

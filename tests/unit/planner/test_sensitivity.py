@@ -21,7 +21,7 @@ from meshwright.planner.schema.capability import EVERYTHING, PLAIN
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
-from meshwright.planner.solve.answer import choice
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.planner.solve.heuristic.bursts import greedy, own_s
 from meshwright.planner.solve.heuristic.resize import how_resized, resized

@@ -11,8 +11,8 @@ from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.errors import InfeasibleError, InputError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
-from meshwright.planner.solve.answer import answer, choice
-from meshwright.planner.solve.choices import all_options
+from meshwright.planner.solve.answer import answer
+from meshwright.planner.solve.choice import choice
 from meshwright.planner.solve.heuristic import infeasible
 from meshwright.planner.solve.heuristic import least_memory as bounds
 from meshwright.planner.solve.heuristic.heuristic import Heuristic
@@ -23,6 +23,7 @@ from meshwright.planner.solve.ilp import solver as integer
 from meshwright.planner.solve.ilp.solver import IntegerSolver
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import Solver, _without_needless_offload, solve, solvers
+from meshwright.planner.solve.unit_options import all_options
 from meshwright.profiler.estimate import load_table
 
 from tests.brute import best
@@ -229,25 +230,33 @@ def test_no_time_at_all_is_a_limit_too(problem):
 
 
 def test_a_plan_without_needless_offload_claims_no_more_than_was_proved(problem):
-    capability = msgspec.structs.replace(PLAIN, memory=("keep", "offload"))
+    """There is no room to keep anything, so what is not offloaded is recomputed."""
+    capability = msgspec.structs.replace(PLAIN, memory=("keep", "recompute", "offload"))
     device = msgspec.structs.replace(problem.cluster.devices[0], host_bytes_per_s=1e6)
     nodes = tuple(
         msgspec.structs.replace(node, devices=(device,)) for node in problem.cluster.nodes
     )
     links = msgspec.structs.replace(problem.cluster, nodes=nodes)
-    case = replace(problem, capability=capability, cluster=links).placed()
+    roomy = replace(problem, capability=capability, cluster=links).placed()
+
+    def with_all(problem, memory):
+        model = problem.cost_model()
+        decisions = tuple(
+            o._replace(memory=memory) if unit.parameters else o
+            for o, unit in zip(model.baseline, problem.profile.units, strict=True)
+        )
+        return choice(model, decisions, problem.schedule)
+
+    over = max(with_all(roomy, memory).over_bytes for memory in ("recompute", "offload"))
+    limit = device.memory_bytes + over
+    case = replace(roomy, goal=msgspec.structs.replace(roomy.goal, memory_limit_bytes=limit))
 
     class Hasty(Heuristic):
         """Stops at a plan that offloads where it may, and proves all of another."""
 
         def solve(self, problem, time_limit_s=None):
-            model, offloads = problem.cost_model(), "offload" in problem.capability.memory
-            memory = "offload" if offloads else "keep"
-            chosen = tuple(
-                o._replace(memory=memory) if unit.parameters else o
-                for o, unit in zip(model.baseline, problem.profile.units, strict=True)
-            )
-            made = choice(model, chosen, problem.schedule)
+            offloads = "offload" in problem.capability.memory
+            made = with_all(problem, "offload" if offloads else "recompute")
             bound_s = 0.1 * made.objective_s if offloads else made.objective_s
             return answer(problem, made, "heuristic", bound_s, proved=not offloads)
 

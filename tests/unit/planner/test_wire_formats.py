@@ -12,9 +12,9 @@ from meshwright.planner.schema.goal import ROUNDED_FIDELITY, Goal, make_goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
-from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.request import problem_for
 from meshwright.planner.solve.solver import solve
+from meshwright.planner.solve.unit_options import unit_options
 
 from tests.strategies import chain_profile, cluster, linear
 
