@@ -39,7 +39,7 @@ help:
 	@echo "make lock              constraints.txt anew, from constraints.in"
 	@echo "make bench-prediction  predicted against measured step times and their order, on a test bed (needs root)"
 	@echo "make bench-memory      predicted against measured peak memory"
-	@echo "make bench-gpu         predicted against measured steps and peaks on one GPU, two ranks that share it, and their largest batch (else small models on the CPU)"
+	@echo "make bench-gpu         predicted against measured steps and peaks on one GPU, two ranks that share it, their largest batch, and two models on it (else small models on the CPU)"
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
 	@echo "make bench-deeppool    plans against DeepPool's greedy search (TABLES=folder)"
 	@echo "make bench-lossy       layer dropping and top-k against dense exchange (needs root)"
@@ -135,6 +135,7 @@ bench-gpu: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_pair.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_batch.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_background.py
 
 bench-planner: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planner.py

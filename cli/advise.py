@@ -17,7 +17,14 @@ from ..planner.schema.record import load
 from ..planner.schema.text import option
 from . import options
 from .output import check_out, deliver
-from .render.advice import advice_sentence, slow_sentences, spoken, told_ways, ways_table
+from .render.advice import (
+    advice_sentence,
+    gain_sentences,
+    slow_sentences,
+    spoken,
+    told_ways,
+    ways_table,
+)
 from .render.documents import device_sentences
 from .values import amount_text, given_options, profiles_of, speeds
 
@@ -65,7 +72,7 @@ def advise(
             precision=precision, solver=solver, time_limit_s=time_limit, profiles_of=others,
             progress=step,
         )  # fmt: skip
-    words = [advice_sentence(found), *slow_sentences(found)]
+    words = [advice_sentence(found), *gain_sentences(found), *slow_sentences(found)]
     if isinstance(what, ModelProfile):
         words += device_sentences(what, there)
     deliver(found, out_, json, ways_table(found), *words)

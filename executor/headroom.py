@@ -10,6 +10,7 @@ import socket
 import sys
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +22,13 @@ from torch.optim import Optimizer
 
 from ..models.units.storages import OverBudgetError
 from ..models.workload import device_of
+from ..planner.memory.reserved import fragments_bytes
 from ..planner.schema.errors import InputError, NoRoomError
 from ..planner.schema.goal import STATE_COPIES, STATE_OPTIONS
 from ..planner.schema.pins import forbidding
 from ..planner.schema.plan import CLASS_NAMES, Plan
 from .cgroups import memory_groups
+from .comm.setups import device_identity
 from .gradients.pending import bare
 from .gradients.reshard import sharded_param
 from .optimizer.kinds import optimizer_name
@@ -41,13 +44,14 @@ _LESS = 0.02
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What a rank can still allocate on its device: on a CPU its share of what the host and its
-    control group (a container's limit) have left. None where nobody knows."""
+    """What can still be allocated on a rank's GPU, by all that share it; on a CPU a rank's part of
+    what the host and its control group (a container's limit) have left. None where nobody
+    knows."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free = torch.cuda.mem_get_info(device)[0]
         # What torch's allocator keeps of freed memory is taken as far as the driver can tell.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + kept
+        return free + kept - fragments_bytes(free + kept)
     free_here = host_free_bytes()
     ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     return free_here // ranks if free_here is not None else None
@@ -99,12 +103,28 @@ def _ranks(run: Run, model: nn.Module, optimizer: Optimizer | None) -> list[list
     nothing where the plan does not say. Collective."""
     if not run.whole_plan.prediction.peak_bytes:
         return []
-    free = free_bytes(device_of(model))
+    device = device_of(model)
+    free = free_bytes(device)
     there = _bytes([*model.parameters(), *model.buffers(), *_state(optimizer)])
     needed = max(_peak_of(run.whole_plan, run.world.rank) - there, 0)
     mine = [needed, -1 if free is None else free]
     # Of all hosts that train, also where these train apart: all ranks are refused, or none.
-    return run.everyone.gather(mine, "the check of free memory", whole=False).rows()
+    everyone, doing = run.everyone, "the check of free memory"
+    rows = everyone.gather(mine, doing, whole=False).rows()
+    gpu = device_identity(device)
+    return divided(rows, everyone.texts(gpu and f"{socket.gethostname()} {gpu}", doing))
+
+
+def divided(rows: Sequence[Sequence[float]], gpus: Sequence[str]) -> list[list[float]]:
+    """What each rank needs and has free, where it computes on that GPU ("": on none): a GPU that
+    several share has for each of them as large a part of what is free as it needs of it."""
+    wanted: defaultdict[str, float] = defaultdict(float)
+    for (needs, _), gpu in zip(rows, gpus, strict=True):
+        wanted[gpu] += needs
+    return [
+        [needs, has * needs / wanted[gpu] if gpu and has > 0 and needs else has]
+        for (needs, has), gpu in zip(rows, gpus, strict=True)
+    ]
 
 
 def _peak_of(plan: Plan, rank: int) -> int:

@@ -34,6 +34,7 @@ from ..planner.schema.errors import InputError
 from ..planner.schema.local_steps import LocalSteps
 from .comm.broadcast import BufferPlace, tensors_at
 from .comm.groups import Group, World
+from .comm.two_way import gather_rows
 from .comm.watchdog import Watchdog
 from .gradients.buckets import GradParam
 from .gradients.pending import bare
@@ -104,7 +105,10 @@ class AgreedPart:
             # Parts lie in the order of members, and torch gathers in that of its own numbers.
             parts = whole.view(self.inside.size, self.size)
             by_number = [parts[member] for member in _by_number(self.inside)]
-            work = dist.all_gather(by_number, part, group=self.inside.handle, async_op=True)
+            if self.inside.on_stream and self.inside.group_ranks == tuple(range(self.inside.size)):
+                work, _ = gather_rows(parts, part, self.inside)
+            else:
+                work = dist.all_gather(by_number, part, group=self.inside.handle, async_op=True)
             watch.wait(work, self.inside, doing)
         start = 0
         for param in self._params:

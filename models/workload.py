@@ -92,10 +92,15 @@ class Batch:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Batch:
-        """The batch on ``device``, its floating tensors (and no others) as ``dtype``."""
+        """The batch on ``device``, its floating tensors (and no others) as ``dtype``. A copy to a
+        GPU is one of those that its stream makes in their order: the host does not wait for it."""
+        to_gpu = device is not None and torch.device(device).type == "cuda"
 
         def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            wanted = dtype if tensor.is_floating_point() else None
+            # From other memory the host would wait for all that the device has to do before.
+            source = tensor.pin_memory() if to_gpu and tensor.device.type == "cpu" else tensor
+            return source.to(device=device, dtype=wanted, non_blocking=to_gpu)
 
         return self._map(move)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..planner.memory.reserved import fragments_bytes
 from ..planner.schema.cluster import Cluster, Device, Level, Node, check_ranks
 from ..planner.schema.errors import InputError
 from ..planner.schema.text import option, size
@@ -117,19 +118,11 @@ HOST_LINK_SHARE = 0.8
 # NCCL's buffers and libraries' workspaces take a twentieth or CONTEXT_BYTES, whichever is less.
 CONTEXT_BYTES = GIB
 CONTEXT_PART = 20
-# Of a GPU's memory one part in so many is left to what torch's caching allocator has reserved and
-# cannot give out: blocks between others, of sizes that nobody asks for (assumed, not measured).
-FRAGMENTS_PART = 20
 
 
 def assumed_reserve(memory_bytes: int) -> int:
     """What of a GPU's memory tensors are taken not to have, where nothing was measured."""
     return min(CONTEXT_BYTES, memory_bytes // CONTEXT_PART) + fragments_bytes(memory_bytes)
-
-
-def fragments_bytes(memory_bytes: int) -> int:
-    """What of a GPU's memory is left to fragments."""
-    return memory_bytes // FRAGMENTS_PART
 
 
 def catalogued_device(name: str, memory_bytes: int | None = None) -> Device:

@@ -3,7 +3,8 @@
 It is measured with the executor's own functions on a slice of a gradient, after a pause and with
 other data in the caches: slices are waited for, and a processor that has waited takes up to twice
 as long for the first millisecond of work, and what was kept of a gradient, or has come of it, was
-not touched for a step. What a dense exchange does too (the division by the number of ranks) is left
+not touched for a step. On a GPU it is what the device takes by itself; see [Note: Rates on a GPU]
+below. What a dense exchange does too (the division by the number of ranks) is left
 out: it is part of the executor's measured work.
 """
 
@@ -25,10 +26,24 @@ from ..planner.schema.profile import CodedExchange, CompressionRate
 from .catalogue import Datasheet
 from .fidelity import RANKS, RATIOS
 from .roofline import estimated_s
-from .timing import timed
+from .timing import Taken, timed
 
-# Elements of the slice, 2 MiB of float32: plans have slices of 1, 4 and 16 MiB.
-ELEMENTS = 2**19
+# [Note: Rates on a GPU]
+# A cost is a rate times the bytes of a unit's gradient, so whatever a slice takes however small it
+# is becomes a cost of each byte. On a GPU that was most of it. Low rank's decomposition and the
+# fourteen launches of int8 took the host longer than the device, and the wait for the device came
+# on top. So the device is kept busy while the host issues what is timed, as where updates are.
+# What is left of a fixed part is the device's own: the least that each kernel takes, and the wait
+# of top-k, whose host has to know how many elements it has found. A step has that once for each
+# message, or for each piece of a large one. A profile has no place for it, and it must not be taken
+# for nothing, as a slope between two sizes would do: then low rank would be nearly free. So it is
+# measured at the size of the largest slices and of the largest pieces that the executor turns at
+# once on a GPU. Of smaller gradients the rate tells too little.
+
+# Elements of the slice by the type of device, 2 MiB of float32: plans have slices of 1, 4 and 16
+# MiB. Elsewhere 16.
+ELEMENTS = {"cpu": 2**19}
+LARGE_ELEMENTS = 2**22
 ROWS = 2**9
 """Of the slice as a matrix."""
 PAUSE_S = 0.005
@@ -137,7 +152,8 @@ def compression_rates(device: torch.device, dtype: torch.dtype) -> tuple[Compres
         return ()
     # Of its own: a profile leaves the random state as it was.
     generator = torch.Generator(device).manual_seed(0)
-    gradient = torch.randn(ELEMENTS, device=device, generator=generator).to(dtype)
+    count = ELEMENTS.get(device.type, LARGE_ELEMENTS)
+    gradient = torch.randn(count, device=device, generator=generator).to(dtype)
     return tuple(
         _rate(coding, gradient.nbytes, *_medians(coding, device))
         for coding in (*wire_codings(gradient), *part_codings(gradient))
@@ -165,13 +181,22 @@ def _medians(coding: Coding, device: torch.device) -> tuple[float, float, float]
 
     other = torch.zeros(CACHED_BYTES, dtype=torch.uint8, device=device).view(torch.float32)
 
-    def waited_s(part: Callable[[], object]) -> float:
+    def waited(part: Callable[[], object], ahead_s: float = 0.0) -> Taken:
         time.sleep(PAUSE_S)
         other.add_(1.0)
-        return timed(part, device).done_s
+        return timed(part, device, ahead_s)
 
-    rows = [[waited_s(part) for part in coding.parts] for _ in range(ROUNDS)]
-    before, after, plain = (median(column) for column in zip(*rows[1:], strict=True))
+    for part in coding.parts:
+        waited(part)  # makes what is used again, and does not count
+    ahead_s = [0.0 for _ in coding.parts]
+    if device.type != "cpu":
+        # On an idle device: behind others the host may wait within a part, and longer each time.
+        ahead_s = [waited(part).issued_s for part in coding.parts]
+    rows = [
+        [waited(part, ahead).done_s for part, ahead in zip(coding.parts, ahead_s, strict=True)]
+        for _ in range(ROUNDS - 1)
+    ]
+    before, after, plain = (median(column) for column in zip(*rows, strict=True))
     return before, after, plain
 
 
@@ -180,7 +205,7 @@ def estimated_rates(dtype: torch.dtype, sheet: Datasheet) -> tuple[CompressionRa
     as what exchanges keep that send a part has to be measured."""
     if not dtype.is_floating_point:
         return ()
-    gradient = torch.empty(ELEMENTS, dtype=dtype, device="meta")
+    gradient = torch.empty(LARGE_ELEMENTS, dtype=dtype, device="meta")
     return tuple(
         _rate(coding, gradient.nbytes, *(estimated_s(part, sheet) for part in coding.parts))
         for coding in wire_codings(gradient)

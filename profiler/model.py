@@ -134,7 +134,15 @@ def profile(
     model. Raises ``InputError`` where the model fails on its batch.
     """
     where = torch.device(device or "cpu")
-    workload.model.to(where)
+    try:
+        workload.model.to(where)
+    except Exception as error:
+        if not overflowed(error):
+            raise
+        raise InputError(
+            f"the model has no room on {where}: measure it on a device with more memory, or let it "
+            "be estimated for one of the catalogue (--device h100-sxm, device='h100-sxm')"
+        ) from error
     with _as_measured(workload) as chosen:
         room = memory_bytes(where, local_ranks()) if room_bytes is None else room_bytes
         job = _Job(chosen, where, budget_s, progress, room)

@@ -80,6 +80,16 @@ def told_ways(found: Advice) -> list[Way]:
     return list(dict.fromkeys((exact, best, had[0])))
 
 
+def gain_sentences(found: Advice) -> list[str]:
+    """What gains are over, where ``plan`` would compare a way with something else."""
+    if not any(way.gain is not None and way.ranks < found.ranks for way in found.ways):
+        return []
+    return [
+        f"Gains are over data parallelism as DDP does it on all {found.ranks} ranks; a plan for "
+        "fewer says how it compares with data parallelism on its own."
+    ]
+
+
 def slow_sentences(found: Advice) -> list[str]:
     """The hosts that hold the others up."""
     return [

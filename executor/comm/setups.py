@@ -97,6 +97,14 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({next(names, platform.machine())})"
 
 
+def device_identity(device: torch.device) -> str:
+    """What tells a GPU from the others of its host; "" for a CPU."""
+    if device.type != "cuda":
+        return ""
+    # Numbers do not tell: where each rank is shown a GPU of its own, that is number 0 for all.
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
+
+
 def software() -> tuple[tuple[str, str], ...]:
     """Names and versions of what measures and trains."""
     try:

@@ -261,9 +261,10 @@ class LossyGradGroup(GradGroup):
 
     def holds(self, param: GradParam) -> bool:
         feedback = self.feedback.get(param)
-        return (
-            feedback is not None and feedback.residual is not None and bool(feedback.residual.any())
-        )
+        if feedback is None or feedback.residual is None:
+            return False
+        # To look whether all of it is zero would make the host wait for the device.
+        return param.group.on_stream or bool(feedback.residual.any())
 
     def forget(self, param: GradParam) -> None:
         if param in self.feedback:

@@ -88,11 +88,13 @@ class SendOrder:
 
     def end(self, grad_groups: Sequence[GradGroup], start_s: float) -> None:
         """After a backward that began at ``start_s``."""
+        if not self._orders.measured:
+            return
         self._number += 1
         self._ready.append(_measured_ready(grad_groups))
         first_s = min((g.ready_s for g in grad_groups if g.ready_s > 0), default=0.0)
         self._count_left(start_s + first_s)
-        if self._orders.measured and (self._number in FIRST or self._number % EVERY == 0):
+        if self._number in FIRST or self._number % EVERY == 0:
             # A link that was idle in between seems slower than it is, never quicker. One that has
             # carried more than it was believed to can is quicker than that, however idle.
             quicker = (rate_s for rate_s in self._at_most if rate_s < self._rate_s)

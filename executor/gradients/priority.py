@@ -482,7 +482,8 @@ class PriorityExchange(Exchange):
             return
         # In the midst of anybody's forward: state that is made here outlives that forward.
         with torch.inference_mode(False), torch.no_grad():
-            self._work_while_waiting(grad_group)
+            if not grad_group.on_stream:
+                self._work_while_waiting(grad_group)
             self._arrive(grad_group)
 
     def finish_all(self) -> None:

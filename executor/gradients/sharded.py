@@ -477,7 +477,8 @@ class ShardedStepPipeline:
         try:
             with torch.no_grad():
                 for grad_group, gather in self._gathers.items():
-                    self._update_arrived(before=grad_group)
+                    if not grad_group.on_stream:
+                        self._update_arrived(before=grad_group)
                     self._update(grad_group)
                     grad_group.gather()
                     gather.set_result(None)

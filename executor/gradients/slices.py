@@ -227,6 +227,12 @@ class GradGroup:
         return [self.slice_class([self.params[i] for i in spec.parameters], spec) for spec in specs]
 
     @property
+    def on_stream(self) -> bool:
+        """Whether it travels on a device's streams, where a wait does not hold the host and each
+        question whether something has come costs it some microseconds."""
+        return any(param.group.on_stream for param in self.params)
+
+    @property
     def full(self) -> bool:
         return len(self.gradients) == len(self.params)
 

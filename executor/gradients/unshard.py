@@ -234,8 +234,7 @@ class UnshardManager:
             self._issued(text, one.gathered_bytes, one.gather_group)
         grad_group.announce()
         # On a device's streams all is issued by the thread that trains, in one order on all ranks.
-        on_stream = any(param.group.on_stream for param in grad_group.params)
-        in_thread = not grad_group.updated and not on_stream
+        in_thread = not grad_group.updated and not grad_group.on_stream
         self._issue_queue.submit(grad_group.issue, in_thread=in_thread)
 
     def _unshard(self, grad_group: FullyShardedGradGroup) -> None:

@@ -11,33 +11,66 @@ import torch
 import torch.distributed as dist
 
 from ...planner.schema.errors import InputError
+from ..comm.setups import device_identity
 
 # What starts ranks tells each its number on its host in one of these: torchrun, Slurm, Open MPI,
 # Intel MPI.
 LOCAL_NUMBERS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 # With this NCCL lets several ranks work on one GPU (from version 2.30 on).
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+SHARING_SINCE = 2, 30
 
 
 def may_share() -> bool:
     """Whether ranks that see the same one GPU may all work on it."""
-    return os.environ.get(SHARING) == "1"
+    asked = os.environ.get(SHARING) == "1"
+    # An older library ends with "Duplicate GPU detected".
+    return asked and (not torch.cuda.is_available() or _nccl_version() >= SHARING_SINCE)
 
 
-_agreed: list[torch.device] = []
-"""The device that the ranks have agreed on, once they have."""
+def _nccl_version() -> tuple[int, ...]:
+    return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+
+
+def gpus_here() -> int:
+    """How many GPUs this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def on_gpus(ranks: int) -> bool:
+    """Whether so many ranks that start on this host compute on its GPUs, as ``local_device`` and
+    ``agreed_device`` choose."""
+    return gpus_here() >= ranks or (gpus_here() > 0 and may_share())
+
+
+class Agreed(NamedTuple):
+    """The device that the ranks have agreed on, and how many of them compute on this one; of a CPU
+    that is not counted."""
+
+    device: torch.device
+    ranks: int
+
+
+_agreed: list[Agreed] = []
+"""What the ranks have agreed on, once they have."""
+
+
+def ranks_on(device: torch.device) -> int:
+    """How many ranks share a GPU, as far as they have agreed on it."""
+    return next((one.ranks for one in _agreed if one.device == device), 1)
 
 
 def local_device() -> torch.device:
     """The GPU that this rank may have to itself: of several that it sees that of its number on its
-    host, or the only one. Without a GPU for each rank of a host the CPU.
+    host, or the only one. Without a GPU for each rank of a host the CPU, or where ranks may share
+    GPUs the one whose turn it is.
 
     A GPU that a rank sees alone may be seen by others too: ``agreed_device`` tells. Raises
     ``InputError`` where there are several and the rank's number is not known.
     """
     if _agreed:
-        return _agreed[0]
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return _agreed[0].device
+    gpus = gpus_here()
     if not gpus:
         return torch.device("cpu")
     number = _local_number(gpus)
@@ -45,7 +78,9 @@ def local_device() -> torch.device:
     if gpus == 1:
         number = 0
     elif gpus < max(ranks, number + 1):
-        return torch.device("cpu")
+        if not may_share():
+            return torch.device("cpu")
+        number %= gpus
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
@@ -76,19 +111,13 @@ def agreed_device(own: torch.device) -> torch.device:
     if dist.get_world_size() == 1:
         return own
     found: list[RankDevice] = [RankDevice("", "")] * dist.get_world_size()
-    dist.all_gather_object(found, RankDevice(socket.gethostname(), _identity(own)))
+    dist.all_gather_object(found, RankDevice(socket.gethostname(), device_identity(own)))
     reason = why_on_cpu(found, sharing=may_share())
     if reason is not None and dist.get_rank() == 0:
         warnings.warn(reason, stacklevel=3)
-    _agreed[:] = [own if reason is None else torch.device("cpu")]
-    return _agreed[0]
-
-
-def _identity(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    # Numbers do not tell: where each rank is shown a GPU of its own, that is number 0 for all.
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
+    alone = Agreed(torch.device("cpu"), 1)
+    _agreed[:] = [alone if reason else Agreed(own, found.count(found[dist.get_rank()]))]
+    return _agreed[0].device
 
 
 def why_on_cpu(devices: Sequence[RankDevice], *, sharing: bool) -> str | None:

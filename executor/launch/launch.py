@@ -35,7 +35,7 @@ from .background import (
     over_step_limit,
     sentence,
 )
-from .devices import may_share
+from .devices import gpus_here, on_gpus
 from .processes import Ranks, check_plan, run_ranks
 from .replan import Replanner, RoomForPlan
 from .report import (
@@ -225,9 +225,7 @@ def differences(plan: Plan, ranks: int, first: int = 0) -> list[str]:
     devices than those that the plan was made for, each in a sentence; told before anything is
     started."""
     found = []
-    # As ``devices.local_device`` chooses: a GPU for each rank here, or the CPU for all.
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    on_cpu = gpus < ranks and not (gpus == 1 and may_share())
+    gpus, on_cpu = gpus_here(), not on_gpus(ranks)
     if on_cpu and gpus:
         found.append(
             f"{_ranks(ranks)} of the plan start on this host, which has {gpus} "

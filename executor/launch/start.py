@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ...planner.schema.errors import InputError, RunError
 from ..cgroups import allowed_cores, memory_groups
-from .devices import agreed_device, local_device
+from .devices import agreed_device, local_device, ranks_on
 from .worker import LAUNCHER
 
 # What torchrun tells every process of a run.
@@ -225,9 +225,10 @@ def let_segments_grow() -> bool:
 
 
 def memory_bytes(device: torch.device, sharing: int = 1) -> int:
-    """A device's memory; on a CPU the host's, or what its control groups allow, divided among the
-    ``sharing`` ranks on it."""
+    """A device's memory, of a GPU that ranks share a rank's part; on a CPU the host's, or what its
+    control groups allow, divided among the ``sharing`` ranks on it."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+        return total // ranks_on(device)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([host, *(group.limit_bytes for group in memory_groups())]) // sharing

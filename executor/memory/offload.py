@@ -107,12 +107,13 @@ class PinnedHost:
 
 
 class _PinnedCopy:
-    """``_over`` is the end of the copy that is under way, which the computing stream has not waited
-    for."""
+    """``_over`` is the end of the copy that was started last, for which the streams ``_waiting``
+    wait."""
 
     def __init__(self, flat: Tensor, host: PinnedHost) -> None:
         self._host, self._device, self._stream = host, host.device, host.stream
         self._over: torch.cuda.Event | None = None
+        self._waiting: list[torch.cuda.Stream] = []
         self._size = len(flat)
         self._on_device: Tensor | None = flat
         self._block: Tensor | None = None
@@ -124,12 +125,14 @@ class _PinnedCopy:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             into.copy_(source, non_blocking=True)
-            self._over = self._stream.record_event()
+            self._over, self._waiting = self._stream.record_event(), []
 
     def _wait(self) -> None:
-        if self._over is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._over)
-            self._over = None
+        stream = torch.cuda.current_stream(self._device)
+        # A model may have streams of its own, each of which asks for what it reads.
+        if self._over is not None and stream not in self._waiting:
+            stream.wait_event(self._over)
+            self._waiting.append(stream)
 
     def leave(self) -> None:
         if self._block is not None and self._on_device is not None:

@@ -178,7 +178,7 @@ class LazySteps:
         is_scaled = _is_scaled(self._optimizer)
         if is_scaled:
             exchange.finish_all()  # the scaler takes its scale away after the step
-        on_stream = any(e.group.on_stream for grad_group in grad_groups for e in grad_group.params)
+        on_stream = any(grad_group.on_stream for grad_group in grad_groups)
         with torch.no_grad():
             pipeline = self._pipeline(exchange, grad_groups, groups)
             if is_scaled or on_stream:

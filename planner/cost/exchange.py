@@ -234,14 +234,26 @@ class Exchanges(Structure):
             return OnLink(seconds, link, part * payload_bytes)
         sent_bytes = payload_bytes * self.wire_share(option.wire)
         if option.shards:
-            gathers = 2 * self.micro_batches if option.gathers else 1
-            seconds = self._scatter_s(option, ring, sent_bytes)
-            seconds += gathers * collective_s(self.fabric, ring, "all_gather", payload_bytes)
-            return OnLink(seconds, link, part * (sent_bytes + gathers * payload_bytes))
+            way, back = self.sharded_exchange(option, payload_bytes)
+            return OnLink(way.seconds + back.seconds, link, way.sent_bytes + back.sent_bytes)
         if option.peers_per_host > 1:
             return self._by_host_exchange(option, payload_bytes)
         seconds = collective_s(self.fabric, ring, "all_reduce", sent_bytes)
         return OnLink(seconds, link, ring_steps("all_reduce", ring.ranks) / ring.ranks * sent_bytes)
+
+    def sharded_exchange(self, option: Option, payload_bytes: float) -> tuple[OnLink, OnLink]:
+        """The two ways of a sharded exchange: of gradients to those who own elements, and of
+        parameters to all."""
+        ring = self.ring(option.layout, "peers")
+        link, part = LINKS.index(ring.level), ring_steps("all_gather", ring.ranks) / ring.ranks
+        sent_bytes = payload_bytes * self.wire_share(option.wire)
+        gathers = 2 * self.micro_batches if option.gathers else 1
+        scatter_s = self._scatter_s(option, ring, sent_bytes)
+        gather_s = gathers * collective_s(self.fabric, ring, "all_gather", payload_bytes)
+        return (
+            OnLink(scatter_s, link, part * sent_bytes),
+            OnLink(gather_s, link, part * gathers * payload_bytes),
+        )
 
     def _scatter_s(self, option: Option, ring: Rings, sent_bytes: float) -> float:
         """Peers send each other their parts of a gradient and add up what comes. A GPU's library

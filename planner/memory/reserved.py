@@ -22,12 +22,20 @@ from ..schema.options import Option
 from .unit_memory import MemoryModel
 
 MIB = 2**20
+# Of a GPU's memory one part in so many is left to what torch's caching allocator has reserved and
+# cannot give out: blocks between others, of sizes that nobody asks for (assumed, not measured).
+FRAGMENTS_PART = 20
 BLOCK_BYTES = 512
 SMALL_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_BYTES = 10 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 ROUND_BYTES = 2 * MIB
+
+
+def fragments_bytes(memory_bytes: int) -> int:
+    """What of a GPU's memory is left to fragments."""
+    return memory_bytes // FRAGMENTS_PART
 
 
 def segments_bytes(sizes: Iterable[int]) -> int:

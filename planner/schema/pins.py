@@ -100,22 +100,29 @@ def _parts(text: str, *, everywhere: bool = False) -> tuple[str, tuple[Layout, .
     if style:
         words.pop()
     if not unit.strip() or len(words) > 1 or (not words and style is None):
-        raise _unreadable(text)
+        raise _unreadable(text, everywhere=everywhere)
     layouts = []
     for part in words[0].split("/") if words else ():
         match = re.fullmatch(r"\(?\s*(\d+)\s*[x,]\s*(\d+)\s*\)?", part.strip())
         if not match or "0" in (match[1], match[2]):
-            raise _unreadable(text)
+            raise _unreadable(text, everywhere=everywhere)
         layouts.append(Layout(groups=int(match[1]), degree=int(match[2])))
     return unit.strip(), tuple(layouts), style
 
 
-def _unreadable(text: str) -> InputError:
+def _unreadable(text: str, *, everywhere: bool) -> InputError:
     _, _, style = text.rpartition("=")[2].rpartition(":")
     # To be told of a policy by its own name would not help: it can be forbidden, not pinned.
     near = None if style in FORBIDDABLE else nearest(style, (*STYLES, *FORBIDDABLE))
+    attempt = f"try {quoted(near)}, or " if near else ""
+    if everywhere:
+        return InputError(
+            f"{text!r} is nothing that can be forbidden for all units: {attempt}choose a policy "
+            f"({', '.join(FORBIDDABLE)}), a style ({', '.join(STYLES)}) or a layout such as 4x2; "
+            "for one unit write UNIT=4x2"
+        )
     return InputError(
-        f"{text!r} says no layout: {f'try {quoted(near)}, or ' if near else ''}"
+        f"{text!r} says no layout: {attempt}"
         "write UNIT=GROUPSxMEMBERS such as fc1=4x2, a style "
         f"({', '.join(STYLES)}) or both as 4x2:row; a policy ({', '.join(FORBIDDABLE)}) can only "
         "be forbidden, for all units"

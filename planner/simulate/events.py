@@ -114,11 +114,11 @@ class _StepRun:
         self.waiting = {link: [] for link in LINKS}
         self.sending: dict[str, _Sending | None] = dict.fromkeys(LINKS)
         # How many messages of each unit have not arrived, by step.
-        always = Counter(k for m in step.messages if not m.turns for k in m.units)
+        always = Counter(k for m in step.messages if not m.turns for k in m.awaited_by)
         self.missing = [always.copy() for _ in range(steps)]
         for message in (m for m in step.messages if m.turns):
             for number in filter(message.goes, range(steps)):
-                self.missing[number].update(message.units)
+                self.missing[number].update(message.awaited_by)
         self.ready_at: dict[int, list[tuple[int, Message]]] = {}
         for index, message in enumerate(step.messages):
             self.ready_at.setdefault(message.ready, []).append((index, message))
@@ -174,7 +174,7 @@ class _StepRun:
                 self.sending[task.message.link] = None
                 self.under_way -= 1
                 missing = self.missing[task.step]
-                for k in task.message.units:
+                for k in task.message.awaited_by:
                     missing[k] -= 1
         return 0.0 if until_done <= span else left - span * work_rate
 

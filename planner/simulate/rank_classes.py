@@ -181,7 +181,10 @@ class _TaskGraph:
                 message.link, first, "exchange", message.seconds, classes, classes, (ready,)
             )
             self.tasks.append(task._replace(urgency=urgency))
-            for k in message.units:
+            awaiting = message.units
+            if message.holds_forward:
+                awaiting = tuple(k for k, there in enumerate(self.of_unit) if there & classes)
+            for k in awaiting:
                 self._sent.setdefault(k, []).append(len(self.tasks) - 1)
 
 

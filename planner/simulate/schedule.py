@@ -6,7 +6,7 @@ leave in slices, the unit that forward needs first goes first; each unit's next 
 its own slices and update only (P3, Jayarajan et al., arXiv 1905.03960).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil, sqrt
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -45,7 +45,8 @@ class Message(NamedTuple):
     """Gradients of ``units`` that cross ``link`` together, once the backward of the first of them
     (the last to have it) is over, or all of backward (``after_backward``). Low ``urgency`` goes
     first. With ``turns`` it goes in some steps only, which repeat: ``seconds`` and ``sent_bytes``
-    are then those of a mean step."""
+    are then those of a mean step. Its units wait for it, or all of the next forward
+    (``holds_forward``)."""
 
     units: tuple[int, ...]
     link: str
@@ -54,6 +55,7 @@ class Message(NamedTuple):
     sent_bytes: float = 0.0
     turns: tuple[bool, ...] = ()
     after_backward: bool = False
+    holds_forward: bool = False
 
     def goes(self, step: int) -> bool:
         """Whether it is sent in that step."""
@@ -73,6 +75,11 @@ class Message(NamedTuple):
     def ready(self) -> int:
         """The unit with whose backward the message becomes ready."""
         return 0 if self.after_backward else self.first
+
+    @property
+    def awaited_by(self) -> tuple[int, ...]:
+        """The units that wait for it in the next step, by themselves or before all others."""
+        return (0, *self.units) if self.holds_forward and self.first else self.units
 
 
 class Step(NamedTuple):
@@ -186,7 +193,8 @@ def messages_of(
 ) -> tuple[Message, ...]:
     """Every bucket or slice as a message, each one collective (two where the exchange is sharded);
     none of those that are waited for in backward."""
-    messages, urgent = [], slicing.by_urgency(option.exchange for option in decisions)
+    messages: list[Message] = []
+    urgent = slicing.by_urgency(option.exchange for option in decisions)
     late = model.cluster.on_gpus and leave_after_backward(decisions, model.world_size)
     made = pack_gradients(model, decisions, schedule)
     dropped = _dropped_turns(model, made) if schedule == "priority" else {}
@@ -205,12 +213,40 @@ def messages_of(
                 size = sum(g.payload_bytes for g in mine)
             elif kind.lossy and not turns:
                 size = model.payload_bytes(kind, ceil(size))
-            on = model.exchange(kind, size)
-            urgency, share = packed.units[0] if urgent else 0.0, fmean(turns or (1.0,))
+            urgency = packed.units[0] if urgent else 0.0
+            if kind.shards and model.cluster.on_gpus:
+                messages += _sharded_on_streams(model, kind, size, packed.units, urgency, late=late)
+                continue
+            on, share = model.exchange(kind, size), fmean(turns or (1.0,))
             seconds, sent = share * on.seconds, share * on.sent_bytes
             link = LINKS[on.link]
             messages.append(Message(packed.units, link, seconds, urgency, sent, turns, late))
     return tuple(messages)
+
+
+def _sharded_on_streams(
+    model: CostModel,
+    kind: Option,
+    payload_bytes: float,
+    units: tuple[int, ...],
+    urgency: float,
+    *,
+    late: bool,
+) -> Iterator[Message]:
+    """A sharded exchange as a device's streams have it."""
+    # ``step()`` queues the updates of all chunks on the computing stream, which waits for every
+    # sum before it goes on to the next forward: see [Note: Sharded steps pipeline] in
+    # executor/gradients/sharded.py. Parameters are gathered behind that; where they are sharded
+    # too, as often in backward.
+    way, back = model.sharded_exchange(kind, payload_bytes)
+    link = LINKS[way.link]
+    yield Message(
+        units, link, way.seconds, urgency, way.sent_bytes, after_backward=late, holds_forward=True
+    )
+    times = (late, True) if kind.gathers else (True,)
+    for after_backward in times:
+        seconds, sent_bytes = back.seconds / len(times), back.sent_bytes / len(times)
+        yield Message(units, link, seconds, urgency, sent_bytes, after_backward=after_backward)
 
 
 def _dropped_turns(

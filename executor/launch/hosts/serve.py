@@ -22,6 +22,7 @@ from ...checkpoint.latest import latest_whole
 from ...comm.setups import setup_here, software
 from ...headroom import free_bytes
 from ...notes import note
+from ..devices import on_gpus
 from ..launch import check_script, differences, keeping_for, launch
 from ..processes import Ranks, check_plan
 from ..start import address_towards
@@ -115,14 +116,13 @@ def _tell_of_checkpoints(line: LauncherLine, keeping: CheckpointSettings) -> Non
 
 def _ready(plan: Plan, order: HostOrder) -> HostReady:
     here = order.per_host[order.node_rank]
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    on_gpus = gpus >= here
+    with_gpus = on_gpus(here)
     # To ask a GPU for its free memory would take some of it: ranks do (``check_headroom``).
-    free = None if on_gpus else free_bytes(torch.device("cpu"))
+    free = None if with_gpus else free_bytes(torch.device("cpu"))
     # The client's address and port, then this host's own, as the client reached it.
     reached = os.environ.get("SSH_CONNECTION", "").split()
     return HostReady(
-        setup=setup_here(torch.device("cuda" if on_gpus else "cpu")),
+        setup=setup_here(torch.device("cuda" if with_gpus else "cpu")),
         address=reached[2] if len(reached) == 4 else "",
         free_bytes=free,
         notes=tuple(differences(plan, here, sum(order.per_host[: order.node_rank]))),

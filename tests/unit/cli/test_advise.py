@@ -8,7 +8,7 @@ import shlex
 
 import msgspec
 import pytest
-from meshwright.cli.render.advice import advice_sentence, spoken, told_ways
+from meshwright.cli.render.advice import advice_sentence, gain_sentences, spoken, told_ways
 from meshwright.planner.explain.advice import Advice, Way
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
@@ -158,6 +158,10 @@ def test_data_parallelism_is_not_compared_with_itself():
     assert advice_sentence(found).endswith(
         "Data parallelism as DDP does it is the quickest way that changes nothing."
     )
+    assert gain_sentences(found)[0].startswith(
+        "Gains are over data parallelism as DDP does it on all 2"
+    )
+    assert gain_sentences(msgspec.structs.replace(found, ways=(plain,))) == []
     found = msgspec.structs.replace(found, ways=(alone,))
     assert "One device by itself is 0.50 times as fast as data" in advice_sentence(found)
 

@@ -10,7 +10,7 @@ from meshwright.planner.schema.errors import InputError
 
 
 def device(monkeypatch, gpus: int, **told: str) -> str:
-    for name in (*devices.LOCAL_NUMBERS, "LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK"):
+    for name in (*devices.LOCAL_NUMBERS, devices.SHARING, "LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
@@ -18,6 +18,7 @@ def device(monkeypatch, gpus: int, **told: str) -> str:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(devices, "_nccl_version", lambda: devices.SHARING_SINCE)
     return str(local_device())
 
 
@@ -30,6 +31,10 @@ def device(monkeypatch, gpus: int, **told: str) -> str:
         (4, {"SLURM_LOCALID": "2", "WORLD_SIZE": "8", "RANK": "6"}, "cuda:2"),
         (4, {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "WORLD_SIZE": "8"}, "cuda:1"),
         (2, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, "cpu"),
+        # Several may work on one.
+        (2, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", devices.SHARING: "1"}, "cuda:0"),
+        (2, {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", devices.SHARING: "1"}, "cuda:1"),
+        (1, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", devices.SHARING: "1"}, "cuda:0"),
         # Each rank is shown one GPU: its own, as far as it can know by itself.
         (1, {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, "cuda:0"),
         (1, {"WORLD_SIZE": "4", "RANK": "3"}, "cuda:0"),
@@ -55,3 +60,20 @@ def test_ranks_that_see_one_gpu_are_told():
     assert why_on_cpu(twice, sharing=True) is None
     reason = why_on_cpu([*own, RankDevice("c", "")], sharing=True)
     assert str(reason).startswith("rank 0 sees a GPU and rank 3 has none for it: all compute on")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "sharing", "version", "expected"),
+    [
+        (0, 1, "1", (2, 30), False), (4, 4, "", (2, 30), True), (4, 8, "", (2, 30), False),
+        (4, 8, "1", (2, 30, 7), True), (1, 2, "1", (2, 30), True), (1, 2, "1", (2, 29), False),
+    ],
+)  # fmt: skip
+def test_where_ranks_of_a_host_compute_is_known_before_they_start(
+    monkeypatch, gpus, ranks, sharing, version, expected
+):
+    monkeypatch.setenv(devices.SHARING, sharing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(devices, "_nccl_version", lambda: version)
+    assert devices.on_gpus(ranks) == expected

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor import cgroups, headroom
-from meshwright.executor.headroom import MemoryShortage, free_bytes, overflowed, refusal
+from meshwright.executor.headroom import MemoryShortage, divided, free_bytes, overflowed, refusal
 from meshwright.executor.launch.start import cores, memory_bytes
 from meshwright.models.units.storages import OverBudgetError
 from meshwright.planner.schema.errors import NoRoomError
@@ -94,6 +94,13 @@ def test_a_control_group_s_limit_counts(groups, text, path, names, none):
     assert free_bytes(CPU) > 0
 
 
+def test_ranks_that_share_a_gpu_divide_what_it_has_free():
+    rows = [[30.0, 80.0], [10.0, 80.0], [70.0, 80.0], [0.0, 80.0], [5.0, -1.0], [9.0, 80.0]]
+    gpus = ["a 1", "a 1", "a 2", "a 1", "a 1", ""]
+    found = [has for _, has in divided(rows, gpus)]
+    assert found == pytest.approx([80 * 30 / 45, 80 * 10 / 45, 80.0, 80.0, -1.0, 80.0])
+
+
 @pytest.mark.parametrize(
     ("text", "path", "files", "allowed"),
     [
@@ -140,7 +147,7 @@ class Everyone:
         return SimpleNamespace(rows=lambda: [list(map(float, values)), *self.others])
 
     def texts(self, text, doing):
-        return ["one", "one", "other"]
+        return ["one", "one", "other"] if text else [""] * (1 + len(self.others))
 
 
 def hosts_of(plan, monkeypatch, free, others, pinned=(5 * MIB, 6 * MIB, 7 * MIB)):

@@ -556,6 +556,11 @@ class Stream:
     def __init__(self, name, log):
         self.name, self.log = name, log
 
+    def __eq__(self, other):
+        return self.name == other.name
+
+    __hash__ = None
+
     def wait_stream(self, other):
         self.log.append(f"{self.name} waits for {other.name}")
 
@@ -618,6 +623,18 @@ def test_what_has_not_left_is_read_where_it_is(pinned):
     del copy, flat
     # Its memory must not be another's before it has been read.
     assert log == [*SENT, "computing waits for copy 1"]
+
+
+def test_each_stream_that_reads_what_came_back_waits_for_it(pinned, monkeypatch):
+    host, log = pinned
+    copy = host.send(torch.arange(10, dtype=torch.uint8))
+    copy.leave()
+    copy.wait()
+    monkeypatch.setattr(offload.torch.cuda, "current_stream", lambda device: Stream("own", log))
+    before = len(log)
+    copy.wait()
+    copy.wait()
+    assert log[before:] == ["own waits for copy 2"]
 
 
 def test_a_copy_back_that_nobody_took_is_waited_for(pinned):

@@ -96,3 +96,17 @@ def test_to_moves_every_tensor():
     moved = nested().to("meta")
     assert {moved.args[0].device.type, moved.target["labels"].device.type} == {"meta"}
     assert moved.args[0].dtype == torch.float32
+
+
+def test_the_host_does_not_wait_for_a_copy_to_a_gpu(monkeypatch):
+    """Pinned, and queued behind what the device has to do."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: asked.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, **how: asked.append(how) or self)
+    x = torch.zeros(2)
+    Batch((x,), x).to("cuda:0")
+    one = {"device": "cuda:0", "dtype": None, "non_blocking": True}
+    assert asked == ["pinned", one, "pinned", one]
+    asked.clear()
+    Batch((x,), x).to("cpu", torch.float64)
+    assert asked == [{"device": "cpu", "dtype": torch.float64, "non_blocking": False}] * 2

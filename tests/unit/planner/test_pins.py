@@ -161,7 +161,14 @@ def test_a_module_inside_a_unit_is_told_its_unit(profile):
         units_of(profile, Pin(unit="fc.a_norm", styles=("column",)))
 
 
-@pytest.mark.parametrize(("text", "near"), [("recomput", "recompute"), ("fc=colum", "column")])
-def test_a_misspelt_policy_or_style_is_told_the_nearest(text, near):
-    with pytest.raises(InputError, match=rf"^'{text}' says no layout: try '{near}', or write"):
+@pytest.mark.parametrize(
+    ("text", "what", "near"),
+    [
+        ("recomput", "is nothing that can be forbidden for all units", "recompute"),
+        ("colum", "is nothing that can be forbidden for all units", "column"),
+        ("fc=colum", "says no layout", "column"),
+    ],
+)
+def test_a_misspelt_policy_or_style_is_told_the_nearest(text, what, near):
+    with pytest.raises(InputError, match=rf"^'{text}' {what}: try '{near}', or "):
         wish((), [text])

@@ -169,3 +169,13 @@ def test_what_leaves_late_makes_the_step_longer():
         idle_on(d, "priority", SHARDED, FIRST, 5e7).step_s for d in ("a100", "cpu (test)")
     )
     assert on_gpus > 1.05 * on_cpus
+
+
+@pytest.mark.parametrize(("device", "held"), [("a100", True), ("cpu (test)", False)])
+def test_on_gpus_the_next_forward_waits_for_all_sharded_gradients(device, held):
+    """A step there queues all updates in front of it; gathers it waits for one by one."""
+    spans = idle_on(device, "priority", SHARDED, BOTH, 5e7).spans
+    first = min(s.unit for s in spans if s.phase == "forward")
+    second_s = sorted(s.start_s for s in spans if (s.phase, s.unit) == ("forward", first))[1]
+    there = {s.unit for s in spans if s.phase == "exchange" and s.end_s <= second_s}
+    assert (len(there) == 4) == held

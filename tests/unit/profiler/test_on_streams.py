@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.executor.launch import devices, start
 from meshwright.models.spec import UnitSpec
 from meshwright.models.workload import Batch
+from meshwright.planner.memory.reserved import fragments_bytes
 from meshwright.planner.schema.cluster import Device
-from meshwright.profiler import collectives, links, steps, timing
-from meshwright.profiler.catalogue import fragments_bytes
+from meshwright.profiler import collectives, compression, links, steps, timing
 from meshwright.profiler.collectives import MeasuredGroup, calls_at_once, time_once
+from meshwright.profiler.compression import Coding
 from meshwright.profiler.steps import StreamMeter
 from torch import nn
 from torch.nn import functional as F
@@ -143,6 +145,18 @@ def test_what_a_gpu_holds_besides_tensors_is_measured(monkeypatch: pytest.Monkey
     assert links.reserve_bytes(CPU, links.taken_bytes(CPU)) == 0
 
 
+def test_ranks_that_share_a_gpu_have_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other ranks' tensors take is not what is kept back."""
+    monkeypatch.setattr(devices, "_agreed", [devices.Agreed(GPU, 2)])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (58 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9 * GIB)
+    there = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
+    assert start.memory_bytes(GPU) == 40 * GIB
+    assert links.taken_bytes(GPU) == 2 * GIB
+    assert start.memory_bytes(torch.device("cuda", 1)) == 80 * GIB
+
+
 def test_each_rank_s_own_reserve_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(rows: list[Any], mine: Any) -> None:
         rows[:] = [mine, (3 * GIB, 8 * GIB)]
@@ -231,11 +245,12 @@ def clock(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Clock:
         monkeypatch.setattr(module.time, "perf_counter", found.perf_counter)
         monkeypatch.setattr(module, "synchronise", synchronise)
     monkeypatch.setattr(Event, "synchronize", wait)
-    monkeypatch.setattr(
-        timing,
-        "keep_busy",
-        lambda device, seconds: streams.current.launch(seconds, after=found.now_s),
-    )
+
+    def keep_busy(device: torch.device, seconds: float) -> None:
+        streams.current.launch(seconds, after=found.now_s)
+
+    for module in (links, timing):
+        monkeypatch.setattr(module, "keep_busy", keep_busy)
     return found
 
 
@@ -283,3 +298,204 @@ def test_updates_of_a_gpu_are_its_own(streams: Streams, clock: Clock) -> None:
     alone, behind = timing.timed(update, GPU), timing.timed(update, GPU, ahead_s=3e-3)
     assert alone == (pytest.approx(3.1e-3), pytest.approx(3e-3))
     assert behind == (pytest.approx(3e-4), pytest.approx(3e-3))
+
+
+MIB = 2**20
+
+
+class Load(links._Load):
+    """A load whose kernels a host launches in some seconds each, and our streams work at."""
+
+    clock: Clock
+    streams: Streams
+    host_s = 0.0
+    smallest_s, smallest_bytes = 1e-5, MIB
+    """Of a device, for the smallest piece."""
+    times = 1
+
+    def size(self, times: int) -> None:
+        self.times = times
+        self.image = SimpleNamespace(nbytes=times * self.smallest_bytes)
+        self.matrix = SimpleNamespace(nbytes=0)
+
+    def piece(self) -> None:
+        self.clock.now_s += 2 * self.host_s
+        self.streams.current.launch(self.times * self.smallest_s, after=self.clock.now_s)
+
+
+@pytest.fixture
+def loads(
+    streams: Streams, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[float], SimpleNamespace]:
+    """Makes a group on our streams; the argument is what its host takes to launch a kernel."""
+    tensor, sent = torch.tensor, streams.all_reduce
+    monkeypatch.setattr(
+        torch, "zeros", lambda count, device: torch.empty(count, device="meta", dtype=torch.float32)
+    )
+    monkeypatch.setattr(torch, "tensor", lambda data, dtype, device: tensor(data, dtype=dtype))
+    monkeypatch.setattr(links, "_Load", Load)
+    monkeypatch.setattr(Load, "clock", clock, raising=False)
+    monkeypatch.setattr(Load, "streams", streams, raising=False)
+
+    def all_reduce(tensor: torch.Tensor, op: object = None, **how: Any) -> Any:
+        if tensor.device.type != "meta":
+            return None  # a number on which members agree
+        clock.now_s += Load.host_s
+        streams.current.launch(0.0, after=clock.now_s)
+        return sent(tensor, **how)
+
+    monkeypatch.setattr(links.dist, "all_reduce", all_reduce)
+
+    def made(host_s: float) -> SimpleNamespace:
+        monkeypatch.setattr(Load, "host_s", host_s)
+        # A message takes 2.5 ms from 16 MiB on.
+        seconds = {("all_reduce", size): [2.5e-3 * size / 2**24] for size in links.DEVICE_SIZES}
+        streams.message_s = 2.5e-3
+        return SimpleNamespace(
+            device=GPU, handle=None, size=1, seconds=seconds, meet=lambda: timing.synchronise(GPU)
+        )
+
+    return made
+
+
+@pytest.mark.parametrize("host_s", [1e-6, 2e-5, 1e-3, 4e-3])
+def test_a_load_is_the_device_s_however_long_its_host_takes(
+    loads: Callable[[float], SimpleNamespace], host_s: float
+) -> None:
+    group = loads(host_s)
+    load = Load(group)
+    assert 2 * load.pieces + load.messages <= 200
+    assert load.times * load.smallest_s >= 1e-3
+    assert load.message.nbytes == 16 * MIB
+    computing_s, sending_s = load.pieces * load.times * load.smallest_s, 2.5e-3 * load.messages
+    for _ in range(3):
+        group.meet()
+        assert load.compute() == pytest.approx(computing_s)
+        group.meet()
+        assert load.send() == pytest.approx(sending_s)
+        group.meet()
+        assert load.both() == (pytest.approx(computing_s), pytest.approx(sending_s))
+    assert computing_s == pytest.approx(links.LOAD_S, rel=0.1)
+
+
+@pytest.mark.parametrize("host_s", [1e-6, 1e-3])
+def test_a_slow_host_is_no_interference(
+    loads: Callable[[float], SimpleNamespace], host_s: float
+) -> None:
+    """Streams of ours do not slow each other."""
+    found = links.measure_interference(loads(host_s))
+    assert found.compute_slowdown == pytest.approx(1.0)
+    assert found.communication_slowdown == pytest.approx(1.0)
+
+
+def test_messages_and_pieces_are_issued_in_turns(
+    loads: Callable[[float], SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Load(loads(1e-5))
+    issued: list[str] = []
+    monkeypatch.setattr(load, "piece", lambda: issued.append("piece"))
+    monkeypatch.setattr(load, "_message", lambda: issued.append("message"))
+    load.messages, load.pieces = 3, 2
+    load.both()
+    assert issued == ["message", "piece", "message", "piece", "message"]
+
+
+def test_larger_pieces_are_more_work_of_both_kinds() -> None:
+    pieces = links._Pieces(CPU)
+    assert (len(pieces.image), pieces.matrix.shape) == (4, (384, 384))
+    pieces.size(8)
+    assert (len(pieces.image), pieces.matrix.shape) == (32, (768, 768))
+    pieces.piece()
+
+
+def test_pieces_take_no_more_memory_than_they_may(
+    loads: Callable[[float], SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image, what is made of it, and no more however quick the device is."""
+    monkeypatch.setattr(Load, "smallest_s", 1e-9)
+    load = Load(loads(1e-5))
+    assert 2 * load.image.nbytes == links.PIECE_BYTES
+    assert load.pieces == links.MOST_PIECES
+
+
+@pytest.mark.parametrize(
+    ("device", "seconds_per_byte", "size"),
+    [
+        (CPU, 1e-12, 4 * MIB),
+        (GPU, 1e-12, 256 * MIB),  # none takes long enough
+        (GPU, 1e-10, 64 * MIB),
+        (GPU, 1e-9, 4 * MIB),
+        (GPU, 1e-7, MIB // 2),  # one of 1 MiB takes more than half of a load
+    ],
+)
+def test_between_gpus_few_messages_last_as_long_as_a_load(
+    device: torch.device, seconds_per_byte: float, size: int
+) -> None:
+    sizes = sorted({*links.DEVICE_SIZES, MIB // 2})
+    seconds = {("all_reduce", size): [size * seconds_per_byte] for size in sizes}
+    group: Any = SimpleNamespace(device=device, seconds=seconds)
+    assert links._message_bytes(group) == size
+
+
+@pytest.mark.parametrize("host_s", [1e-6, 1e-4, 5e-3])
+def test_coding_on_a_gpu_is_the_device_s_own(
+    streams: Streams, clock: Clock, monkeypatch: pytest.MonkeyPatch, host_s: float
+) -> None:
+    """Neither launches nor the wait for the device are seconds for each byte."""
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.zeros_like(torch.ones(4)))
+    monkeypatch.setattr(compression.time, "sleep", lambda seconds: None)
+    begun = [0]
+
+    def part(kernels: int) -> Callable[[], object]:
+        def launch() -> None:
+            begun[0] += 1
+            # The first of all finds libraries that nobody has used.
+            clock.now_s += kernels * host_s + (1.0 if begun[0] <= 3 else 0.0)
+            streams.current.launch(kernels * 1e-5, after=clock.now_s)
+
+        return launch
+
+    coding = Coding("int8", part(14), part(8), part(2))
+    found = compression._medians(coding, GPU)
+    assert found == (pytest.approx(14e-5), pytest.approx(8e-5), pytest.approx(2e-5))
+    # Nor is the device kept busy for as long as libraries take to begin.
+    assert clock.now_s < 3.0 + 3 * 8 * 24 * (2.5 * host_s + 3e-5)
+
+
+def test_a_part_that_waits_for_the_device_does_not_take_longer_each_time(
+    streams: Streams, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As top-k does. What the device then waits for its host is so in a step, too."""
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.zeros_like(torch.ones(4)))
+    monkeypatch.setattr(compression.time, "sleep", lambda seconds: None)
+
+    def choose() -> None:
+        for _ in range(2):
+            clock.now_s += 1e-4
+            streams.current.launch(1e-3, after=clock.now_s)
+            timing.synchronise(GPU)
+
+    coding = Coding("topk", choose, choose, choose, 0.1)
+    assert compression._medians(coding, GPU) == (pytest.approx(2.1e-3),) * 3
+    assert clock.now_s < 0.2
+
+
+def test_on_a_gpu_slices_are_as_large_as_what_is_turned_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a kernel's least time is little of a slice's."""
+    drawn: list[int] = []
+    randn = torch.randn
+
+    def told(count: int, **_: object) -> torch.Tensor:
+        drawn.append(count)
+        return randn(2**12)
+
+    monkeypatch.setattr(torch, "randn", told)
+    monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=int))
+    monkeypatch.setattr(compression, "part_codings", lambda gradient: ())
+    monkeypatch.setattr(compression, "_medians", lambda coding, device: (1.0, 2.0, 1.0))
+    for device in (CPU, GPU):
+        (rate,) = compression.compression_rates(device, torch.float32)
+        assert rate.exchange == "bf16"
+    assert drawn == [2**19, 2**22]
