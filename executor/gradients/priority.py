@@ -279,7 +279,7 @@ class PriorityExchange(Exchange):
                 grad_group.pack()
                 self._just_packed = grad_group
             self._advance()
-            self._release()
+            self._release(ended=False)
 
     def foresee(self) -> None:
         # Sends zeros now for fully sharded gradients that this backward will not compute: peers
@@ -367,15 +367,15 @@ class PriorityExchange(Exchange):
                 self._show(param)
             for param in self._unused - somewhere:
                 self.group_of[param].forget(param)
-        self._release()
+        self._release(ended=True)
         for policy in self.policies:
             policy.end()
         self._in_backward = False
         self._computed.clear()
 
-    def _release(self) -> None:
+    def _release(self, *, ended: bool) -> None:
         """Waits for the gradients that are released early and have left, and applies them."""
-        for grad_group in self.release.due():
+        for grad_group in self.release.due(ended=ended):
             shown = [p for p in grad_group.params if isinstance(p.parameter.grad, WaitingGradient)]
             self.finish(grad_group)
             if self.release.updater is not None:

@@ -42,11 +42,18 @@ class Release:
         """Whether a group's gradients have been applied in this backward."""
         return grad_group.released and grad_group not in self._left
 
-    def due(self) -> Iterator[GradGroup]:
-        """Those that have left and not been applied in this backward."""
+    def due(self, *, ended: bool) -> Iterator[GradGroup]:
+        """Those that have left and not been applied in this backward; until that has ``ended`` no
+        part of a unit whose other gradients are to come."""
+        # A bias that is added behind a divided unit's reduction has its gradient first. Was it
+        # updated then, a unit that is recomputed would be computed with another bias.
+        unfinished = {
+            p.unit for g in self._left for p in g.params if p not in g.gradients and not ended
+        }
         for grad_group in [g for g in self._left if g.sent == len(g.slices)]:
-            self._left.remove(grad_group)
-            yield grad_group
+            if not any(param.unit in unfinished for param in grad_group.params):
+                self._left.remove(grad_group)
+                yield grad_group
 
 
 def place_released(slots: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[SendSlot]:

@@ -3,10 +3,11 @@ a record of the collectives that it issues."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import networkx as nx
 import torch
@@ -14,6 +15,12 @@ import torch.distributed as dist
 from collectives import told
 from meshwright.executor.comm import groups
 from meshwright.executor.comm.groups import CONTROL_BACKEND, Group
+from meshwright.executor.gradients import feedback
+from meshwright.executor.gradients.buckets import GradParam
+from meshwright.executor.gradients.feedback import ErrorFeedback, HostMirror
+from meshwright.executor.memory import offload
+
+from tests.copying_host import CopyingHost
 
 Issued = list[tuple[tuple[int, ...], str, int]]
 """Collectives in the order in which a rank has issued them: the ranks, the name of the process
@@ -28,25 +35,38 @@ COLLECTIVES = ("all_reduce", "all_gather", *GATHERS, *SCATTERS, "all_to_all_sing
 def on_streams(*, on_cpu: bool = False) -> Iterator[torch.device]:
     """Where tensors of the test are: on a GPU if there is one, unless it is to be ``on_cpu``. There
     all groups but those for control are taken for groups on streams; their waits hold the host all
-    the same, as there is no stream that would wait."""
+    the same, as there is no stream that would wait. What is offloaded is copied to where torch's
+    own memory is not, and a mirror on the host to more of its memory."""
     if torch.cuda.is_available() and not on_cpu:
         torch.cuda.set_device(0)
         # Or convolutions round what they multiply to ten bits.
         torch.backends.cudnn.allow_tf32 = False
         yield torch.device("cuda", 0)
         return
-    made = groups._make_group
+    made, host = groups._make_group, CopyingHost()
 
     def on_stream(*args: Any, **options: Any) -> Group:
         found = made(*args, **options)
         backend = args[6] if len(args) > 6 else options.get("backend")
         return found if backend == CONTROL_BACKEND else replace(found, on_stream=True)
 
-    groups._make_group = on_stream
-    try:
+    with (
+        patch.object(groups, "_make_group", on_stream),
+        patch.object(offload, "host_of", lambda device: host),
+        patch.object(feedback, "feedback_of", _with_mirrors(feedback.feedback_of)),
+    ):
         yield torch.device("cpu")
-    finally:
-        groups._make_group = made
+
+
+def _with_mirrors(before: Callable[[GradParam], ErrorFeedback]) -> Callable[..., ErrorFeedback]:
+    """Gives mirrors on the host to parameters that are there as well."""
+
+    def feedback_of(param: GradParam) -> ErrorFeedback:
+        if param.feedback == "host_mirror":
+            return HostMirror(on_stream=param.group.on_stream)
+        return before(param)
+
+    return feedback_of
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 import streams
 import torch
 import torch.distributed as dist
+from meshwright.executor import run
 from meshwright.executor.apply import apply
 from meshwright.executor.comm import groups, watchdog
 from meshwright.executor.gradients.topk import SAMPLED_FROM, largest
@@ -23,14 +24,14 @@ from meshwright.executor.redistribution.statistics import Statistics
 from meshwright.executor.step_clock import clock_of
 from streams import on_streams
 from synchronisations import counted
-from test_exchanges import Net, data, made
+from test_exchanges import KINDS, Net, by_pace, data, made
 from torch.nn import functional as F
 
-NONE = (
-    "barrier", "priority", "sharded", "fully_sharded", "recompute", "priority+recompute", "early",
-    "divided", "divided+priority", "divided+sharded", "divided+recompute", "int8", "low_rank",
-    "bf16", "topk", "topk+in_place", "topk+mirror",
-)  # fmt: skip
+EVERY = [kind for kind in KINDS if not {"pieces", "scaler"} & set(kind.split("+"))]
+DROPPED = [kind for kind in EVERY if "dropped" in kind.split("+")]
+# Idle ranks hear from others how many samples come, of which nobody is there where one is alone.
+BURSTS = [kind for kind in EVERY if "burst" in kind.split("+")]
+NONE = [kind for kind in EVERY if kind not in (*DROPPED, *BURSTS)]
 MEASURED = 2
 """Steps that are counted, after as many that begin (top-k warms up, what is unused is asked)."""
 
@@ -39,10 +40,11 @@ MEASURED = 2
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One rank of two whose collectives carry nothing: what is asked does not depend on values."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # names the backend
-    # Of the control groups, too; and nobody is there to be heard of.
+    # Of the control groups, too; and nobody is there to be heard of, or waited for at the end.
     for module in (groups, streams):
         monkeypatch.setattr(module, "CONTROL_BACKEND", "fake")
     monkeypatch.setattr(watchdog, "heartbeat_of", lambda *_: None)
+    monkeypatch.setattr(run, "_let_finish", lambda _: None)
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=2)
     yield
@@ -61,9 +63,9 @@ def asks(kind: str, statistics: str = "local", screen: io.StringIO | None = None
         apply(model, optimizer, plan, timeout_s=30)
         shown = None
         if screen is not None:
-            run = run_of(model)
-            shown = TrainingProgress(run, device, every_s=1e-9, screen=screen)
-            clock_of(run, model, optimizer).listeners.append(shown.noticed)
+            mine = run_of(model)
+            shown = TrainingProgress(mine, device, every_s=1e-9, screen=screen)
+            clock_of(mine, model, optimizer).listeners.append(shown.noticed)
         for number in range(2 * MEASURED):
             x, y = data(4, number, device)
             if number == MEASURED:
@@ -78,7 +80,7 @@ def asks(kind: str, statistics: str = "local", screen: io.StringIO | None = None
         return list(places)
 
 
-@pytest.mark.parametrize("kind", NONE)
+@pytest.mark.parametrize("kind", by_pace(NONE))
 def test_the_host_never_waits(alone: None, kind: str) -> None:
     assert asks(kind) == []
 
@@ -93,11 +95,28 @@ def test_showing_each_step_and_its_loss_waits_for_nothing(alone: None, kind: str
     assert "loss" in lines[-1]
 
 
-def test_dropping_asks_once_in_a_step(alone: None) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in DROPPED if kind not in BURSTS])
+def test_dropping_asks_once_in_a_step(alone: None, kind: str) -> None:
     """For the sums of all gradients together, by which ranks agree on what is sent next."""
-    places = asks("dropped")
+    _check_dropping(asks(kind))
+
+
+def _check_dropping(places: list[str]) -> None:
     assert len(places) == MEASURED, places
     assert all("gradients/dropping.py" in place for place in places)
+
+
+def asks_beside_another(rank: int, kind: str) -> list[str]:
+    return asks(kind)
+
+
+@pytest.mark.parametrize("kind", by_pace(BURSTS))
+def test_where_ranks_are_idle_the_host_never_waits(ranks, kind: str) -> None:
+    for places in ranks(2)(asks_beside_another, kind):
+        if kind in DROPPED:
+            _check_dropping(places)
+        else:
+            assert places == []
 
 
 def waits(rank: int, kind: str) -> list[str]:
@@ -128,10 +147,10 @@ def waits(rank: int, kind: str) -> list[str]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no device that is waited for")
-@pytest.mark.parametrize("kind", [*NONE, "offload", "dropped"])
+@pytest.mark.parametrize("kind", by_pace(EVERY))
 def test_a_device_is_not_waited_for(ranks, kind: str) -> None:
     for places in ranks(2)(waits, kind):
-        assert len(places) == (MEASURED if kind == "dropped" else 0), "\n".join(places)
+        assert len(places) == (MEASURED if kind in DROPPED else 0), "\n".join(places)
 
 
 def test_statistics_of_the_whole_batch_ask_for_nothing(
