@@ -1,6 +1,6 @@
 """Early release: where its slices stand in the order, and what stands in place of a gradient."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -16,15 +16,23 @@ from torch import nn
 
 
 @dataclass(eq=False)
+class OfUnit:
+    unit: int
+
+
+@dataclass(eq=False)
 class GradGroup:
     unit: int
     slices: tuple
+    params: tuple
     released: bool = False
     sent: int = 0
+    gradients: dict = field(default_factory=dict)
 
 
 def grad_groups(*released, units=4, slices=2):
-    return [GradGroup(k, tuple(range(slices)), k in released) for k in range(units)]
+    every = range(units)
+    return [GradGroup(k, tuple(range(slices)), (OfUnit(k),), k in released) for k in every]
 
 
 def test_without_release_the_order_stays():
@@ -76,14 +84,32 @@ def test_each_group_is_due_once_in_a_backward():
     release = Release(mine)
     for _ in range(2):
         release.begin()
-        assert list(release.due()) == []
+        assert list(release.due(ended=False)) == []
         assert not any(release.is_applied(p) for p in mine)
         mine[2].sent = 2
-        assert list(release.due()) == [mine[2]]
-        assert list(release.due()) == []
+        mine[2].gradients = dict.fromkeys(mine[2].params)
+        assert list(release.due(ended=False)) == [mine[2]]
+        assert list(release.due(ended=True)) == []
         assert release.is_applied(mine[2])
         assert not release.is_applied(mine[1])
-        mine[2].sent = 0
+        mine[2].sent, mine[2].gradients = 0, {}
+
+
+def test_no_part_of_a_unit_is_due_while_others_are_to_come():
+    """Unit 1's bias has its gradient first, and travels with unit 2's."""
+    weight, bias, other = OfUnit(1), OfUnit(1), OfUnit(2)
+    early = GradGroup(1, (0,), (bias, other), released=True)
+    late = GradGroup(1, (0,), (weight,), released=True)
+    release = Release([late, early])
+    release.begin()
+    early.sent, early.gradients = 1, {bias: None, other: None}
+    assert list(release.due(ended=False)) == []
+    late.sent, late.gradients = 1, {weight: None}
+    assert set(release.due(ended=False)) == {early, late}
+    release.begin()
+    late.sent, late.gradients = 0, {}  # nobody has a gradient of it
+    assert list(release.due(ended=False)) == []
+    assert list(release.due(ended=True)) == [early]
 
 
 RELEASED = r"'layer.weight' was applied and freed in backward.*forbidden=\['early-release'\]"
