@@ -1,5 +1,4 @@
-"""A model that trains in what another leaves of the same device: how much slower that one gets, and
-what share of its own speed the other reaches.
+"""Two models on one device, one in the background: what the first loses and the second reaches.
 
     python benchmarks/gpu_background.py [--models resnet50 gpt-small] [--steps 60]
         [--markdown docs/results/gpu.md]

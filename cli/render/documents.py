@@ -247,7 +247,8 @@ def device_sentences(profile: ModelProfile, cluster: Cluster) -> list[str]:
 
 def memory_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
     """What of a device's memory tensors were taken not to have; or that a plan leaves no room for
-    what a GPU holds besides them, where no limit was asked and none is known."""
+    what a GPU holds besides them, where no limit was asked and none is known; or that a limit lets
+    it need more than a device has."""
     fullest = max(plan.prediction.peak_bytes)
     available = min(device.memory_bytes for device in cluster.devices)
     asked = plan.goal.memory_limit_bytes is not None
@@ -256,6 +257,12 @@ def memory_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> lis
         return [
             f"Of a device's {size(available)}, {size(plan.reserve_bytes)} are left to CUDA, NCCL, "
             f"other libraries and fragments ({known})."
+        ]
+    if asked and fullest > available:
+        return [
+            f"The limit of {size(plan.goal.memory_limit_bytes or 0)} lets a rank need "
+            f"{size(fullest)}, and a device of the cluster has {size(available)}: the plan is for "
+            "devices with more memory."
         ]
     if asked or profile.device_type != "cuda" or fullest <= FULL * available:
         return []

@@ -485,6 +485,9 @@ def test_a_plan_that_fills_its_gpus_is_said_to(meshwright, profile_file, tmp_pat
     assert "GiB leaves room" in full
     assert "is filled" not in said(int(peak * 1.2))
     assert "is filled" not in said(40 * 2**30, "--memory-limit", f"{int(peak * 1.02)}")
+    beyond = said(int(peak * 0.9), "--memory-limit", "8GiB", "--forbid", "recompute")
+    assert "The limit of 8.00 GiB lets a rank need" in beyond
+    assert "the plan is for devices with more memory." in beyond
 
 
 def test_a_plan_is_kept_whatever_fails_when_it_is_shown(
