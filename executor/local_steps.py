@@ -103,11 +103,11 @@ class AgreedPart:
             sent = ring_bytes("all_gather", self.inside.size, whole.nbytes)
             issued(doing, sent, self.inside)
             # Parts lie in the order of members, and torch gathers in that of its own numbers.
-            parts = whole.view(self.inside.size, self.size)
-            by_number = [parts[member] for member in _by_number(self.inside)]
-            if self.inside.on_stream and self.inside.group_ranks == tuple(range(self.inside.size)):
+            parts, order = whole.view(self.inside.size, self.size), _by_number(self.inside)
+            if self.inside.on_stream and order == sorted(order):
                 work, _ = gather_rows(parts, part, self.inside)
             else:
+                by_number = [parts[member] for member in order]
                 work = dist.all_gather(by_number, part, group=self.inside.handle, async_op=True)
             watch.wait(work, self.inside, doing)
         start = 0

@@ -227,15 +227,16 @@ class Exchanges(Structure):
         return self._exchanges[key]
 
     def _exchange(self, option: Option, payload_bytes: float) -> OnLink:
+        if option.shards:
+            way, back = self.sharded_exchange(option, payload_bytes)
+            seconds, sent_bytes = way.seconds + back.seconds, way.sent_bytes + back.sent_bytes
+            return OnLink(seconds, way.link, sent_bytes)
         ring = self.ring(option.layout, "peers")
         link, part = LINKS.index(ring.level), ring_steps("all_gather", ring.ranks) / ring.ranks
         if option.exchange in GATHERED:
             seconds = collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, part * payload_bytes)
         sent_bytes = payload_bytes * self.wire_share(option.wire)
-        if option.shards:
-            way, back = self.sharded_exchange(option, payload_bytes)
-            return OnLink(way.seconds + back.seconds, link, way.sent_bytes + back.sent_bytes)
         if option.peers_per_host > 1:
             return self._by_host_exchange(option, payload_bytes)
         seconds = collective_s(self.fabric, ring, "all_reduce", sent_bytes)
