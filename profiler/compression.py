@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from ..executor.gradients.low_rank import Directions
 from ..executor.gradients.topk import add_parts, largest, packed, topk_elements
 from ..executor.gradients.wire import WIRE_DTYPES, decode, encode, wire_dtype
 from ..planner.cost.exchange import thin_share
-from ..planner.schema.profile import CodedExchange, CompressionRate
+from ..planner.schema.profile import CODING_FIXED, CodedExchange, CompressionRate
 from .catalogue import Datasheet
 from .fidelity import RANKS, RATIOS
 from .roofline import estimated_s
@@ -35,15 +36,16 @@ from .timing import Taken, timed
 # on top. So the device is kept busy while the host issues what is timed, as where updates are.
 # What is left of a fixed part is the device's own: the least that each kernel takes, and the wait
 # of top-k, whose host has to know how many elements it has found. A step has that once for each
-# message, or for each piece of a large one. A profile has no place for it, and it must not be taken
-# for nothing, as a slope between two sizes would do: then low rank would be nearly free. So it is
-# measured at the size of the largest slices and of the largest pieces that the executor turns at
-# once on a GPU. Of smaller gradients the rate tells too little.
+# parameter, or slice, however small it is: without it low rank would be nearly free. So two sizes
+# are measured, the larger as large as slices become and as the pieces that the executor turns at
+# once, and a line through both tells what is fixed.
 
 # Elements of the slice by the type of device, 2 MiB of float32: plans have slices of 1, 4 and 16
 # MiB. Elsewhere 16.
 ELEMENTS = {"cpu": 2**19}
 LARGE_ELEMENTS = 2**22
+SMALL_ELEMENTS = 2**16
+"""Of the slice that what is fixed is told by, elsewhere than on CPUs."""
 ROWS = 2**9
 """Of the slice as a matrix."""
 PAUSE_S = 0.005
@@ -152,12 +154,37 @@ def compression_rates(device: torch.device, dtype: torch.dtype) -> tuple[Compres
         return ()
     # Of its own: a profile leaves the random state as it was.
     generator = torch.Generator(device).manual_seed(0)
-    count = ELEMENTS.get(device.type, LARGE_ELEMENTS)
-    gradient = torch.randn(count, device=device, generator=generator).to(dtype)
+    if device.type in ELEMENTS:
+        sizes: tuple[int, ...] = (ELEMENTS[device.type],)
+    else:
+        sizes = (LARGE_ELEMENTS, SMALL_ELEMENTS)
+    by_size = []
+    for count in sizes:
+        gradient = torch.randn(count, device=device, generator=generator).to(dtype)
+        by_size.append([
+            _rate(coding, gradient.nbytes, *_medians(coding, device))
+            for coding in (*wire_codings(gradient), *part_codings(gradient))
+        ])  # fmt: skip
+    if len(sizes) == 1:
+        return tuple(by_size[0])
+    large_bytes, small_bytes = (count * dtype.itemsize for count in sizes)
     return tuple(
-        _rate(coding, gradient.nbytes, *_medians(coding, device))
-        for coding in (*wire_codings(gradient), *part_codings(gradient))
+        _line(large, large_bytes, small, small_bytes) for large, small in zip(*by_size, strict=True)
     )
+
+
+def _line(
+    large: CompressionRate, large_bytes: int, small: CompressionRate, small_bytes: int
+) -> CompressionRate:
+    """The rate, and what is fixed, of a coding that was measured at two sizes as if nothing were
+    fixed."""
+    fields: dict[str, float] = {}
+    for rate, fixed in CODING_FIXED.items():
+        took, less = getattr(large, rate) * large_bytes, getattr(small, rate) * small_bytes
+        fields[rate] = max((took - less) / (large_bytes - small_bytes), 0.0)
+        fields[fixed] = max(less - fields[rate] * small_bytes, 0.0)
+    # Where the slice was cut otherwise (thin matrices), the larger one tells the share.
+    return msgspec.structs.replace(large, **fields)
 
 
 def _rate(

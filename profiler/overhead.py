@@ -14,14 +14,16 @@ compute for longer than it copies. Of what is recomputed the second forward is n
 
 On GPUs all of this is the host's work, which the device does not wait for unless it has less to do:
 there it is timed until the host has issued a step. Nothing is counted for bytes, which the device
-copies, nor yet for redistributions.
+copies. For each message of gradients, for each parameter that is exchanged otherwise than densely,
+and for each redistribution the same toy is trained with and without. Where such an exchange asks
+its device for a number, the host waits until the device is that far, which is short for a toy.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from math import inf, sqrt
 from statistics import median
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -34,10 +36,12 @@ from ..executor.optimizer.kinds import optimizer_for
 from ..executor.parallel import run_of
 from ..executor.redistribution.redistribute import Dims, Mover, group_route
 from ..planner.cost.collectives import ring_steps
-from ..planner.schema.cluster import StepOverhead
+from ..planner.schema.cluster import ExchangeHostTime, HostedExchange, StepOverhead
 from ..planner.schema.goal import Goal
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import (
+    LOSSY,
+    SHARDING,
     MemoryPolicy,
     Plan,
     Prediction,
@@ -59,13 +63,17 @@ MESSAGE_BYTES: dict[ScheduleName, int] = {"barrier": 25 * 2**20, "priority": 4 *
 
 class _Toy(NamedTuple):
     """So many square linear layers of that width, each with a bias, and each recomputed, offloaded
-    or kept; every third one divided over ``degree`` ranks. ``rows`` are each rank's samples."""
+    or kept; every third one divided over ``degree`` ranks. ``rows`` are each rank's samples.
+    Gradients are exchanged by ``exchange``, in messages of ``message_bytes`` (zero: as plans mostly
+    choose them)."""
 
     layers: int
     width: int = 8
     degree: int = 1
     memory: MemoryPolicy = "keep"
     rows: int = 2
+    exchange: HostedExchange | Literal["dense"] = "dense"
+    message_bytes: int = 0
 
     @property
     def parameters(self) -> int:
@@ -79,6 +87,10 @@ class _Toy(NamedTuple):
 SMALL, MANY, AGAIN = _Toy(4), _Toy(48), _Toy(48, memory="recompute")
 # Each layer saves its input, which is just large enough to be offloaded.
 AWAY = _Toy(48, width=64, memory="offload", rows=offload.LEAST_BYTES // (4 * 64))
+# Of lossy exchanges such a share is sent.
+RATIO = 0.25
+# As large as a layer's matrix and bias, so that each layer has a slice.
+IN_SLICES = MANY._replace(message_bytes=MANY.bytes // MANY.layers)
 # The large toy has as many layers as the small one; the width is bounded on both sides.
 WIDTHS = (64, 1024)
 DIVIDED_LAYERS = 12
@@ -118,11 +130,9 @@ def measure_overheads(
     if device is not None and device.type == "cuda":
         return _of_hosts(device, rounds, tick)
     ranks = dist.get_world_size()
-    degree = next((d for d in range(2, ranks + 1) if ranks % d == 0), 1)
-    whole = _Toy(DIVIDED_LAYERS, max(8, degree))
     large = _large(ranks, bytes_per_s) if ranks > 1 else None
     exchanging = (SMALL, MANY, large) if large else (SMALL, MANY)
-    toys = (*exchanging, AGAIN, *((whole, whole._replace(degree=degree)) if large else ()))
+    toys = (*exchanging, AGAIN, *(_divided(ranks) if large else ()))
     every = len(toys) + len(exchanging)
     by_barrier = _excesses(toys, rounds, "barrier", lambda done: tick(done / every))
     by_priority = _excesses(
@@ -131,9 +141,8 @@ def measure_overheads(
     # What is around a redistribution or a second forward is the same whatever the schedule.
     same = {"rerun_s": _rerun_s(by_barrier[1], by_barrier[len(exchanging)])}
     if large:
-        undivided, divided = by_barrier[-2:]
-        same["move_s"] = max((divided.seconds - undivided.seconds) / divided.moves, 0.0)
-        same["move_byte_s"] = _move_byte_s(degree, rounds, bytes_per_s)
+        same["move_s"] = _move_s(*by_barrier[-2:])
+        same["move_byte_s"] = _move_byte_s(toys[-1].degree, rounds, bytes_per_s)
     more_bytes = large.bytes - SMALL.bytes if large else 0
     barrier, priority = (
         msgspec.structs.replace(_overhead(found, more_bytes), **same)
@@ -146,20 +155,66 @@ def _of_hosts(
     device: torch.device, rounds: int, tick: Callable[[float], None]
 ) -> tuple[StepOverhead, StepOverhead]:
     """What hosts take around what they issue."""
+    ranks = dist.get_world_size()
     toys = SMALL, MANY, AGAIN, AWAY
+    sent = (*_exchanging(), *_divided(ranks)) if ranks > 1 else ()
+    every = 2 * len(toys) + len(sent)
 
-    def of(schedule: ScheduleName, begun: float) -> StepOverhead:
+    def of(schedule: ScheduleName, begun: int) -> tuple[StepOverhead, _Excess]:
         def told(done: int) -> None:
-            tick(begun + done / (2 * len(toys)))
+            tick((begun + done) / every)
 
         small, many, again, away = _excesses(toys, rounds, schedule, told, device)
-        return msgspec.structs.replace(
+        found = msgspec.structs.replace(
             _overhead((small, many), 0),
             rerun_s=_rerun_s(many, again),
             copy_s=max((away.seconds - many.seconds) / AWAY.layers, 0.0),
         )
+        return found, many
 
-    return of("barrier", 0.0), of("priority", 0.5)
+    barrier, _ = of("barrier", 0)
+    priority, plain = of("priority", len(toys))
+    if not sent:
+        return barrier, priority
+    found = _excesses(
+        sent, rounds, "priority", lambda done: tick((every - len(sent) + done) / every), device
+    )
+    same = _around_collectives(plain, found)
+    return msgspec.structs.replace(barrier, **same), msgspec.structs.replace(priority, **same)
+
+
+def _exchanging() -> tuple[_Toy, ...]:
+    """The toys of many layers whose gradients travel otherwise than in one dense message."""
+    others = get_args(HostedExchange)
+    return (IN_SLICES, *(_without(name)._replace(exchange=name) for name in others))
+
+
+def _without(exchange: HostedExchange) -> _Toy:
+    """The toy that another one with that exchange is compared with."""
+    return IN_SLICES if exchange == "bf16" else MANY
+
+
+def _divided(ranks: int) -> tuple[_Toy, _Toy]:
+    """The toy with redistributions, and the same without."""
+    degree = next(d for d in range(2, ranks + 1) if ranks % d == 0)
+    whole = _Toy(DIVIDED_LAYERS, max(8, degree))
+    return whole, whole._replace(degree=degree)
+
+
+def _around_collectives(plain: _Excess, found: Sequence[_Excess]) -> dict[str, Any]:
+    """What a message, a parameter exchanged in each way and a redistribution take more than what
+    the ``plain`` toy has: the same whatever the schedule."""
+    *exchanged, undivided, divided = found
+    in_slices, *others = exchanged
+    dense = {MANY: plain, IN_SLICES: in_slices}
+    return {
+        "message_s": max(in_slices.seconds - plain.seconds, 0.0) / (IN_SLICES.layers - 1),
+        "exchanges": tuple(
+            ExchangeHostTime(exchange=name, each_s=_more_s(name, dense[_without(name)], other))
+            for name, other in zip(get_args(HostedExchange), others, strict=True)
+        ),
+        "move_s": _move_s(undivided, divided),
+    }
 
 
 def _overhead(found: Sequence[_Excess], more_bytes: int) -> StepOverhead:
@@ -178,6 +233,18 @@ def _rerun_s(kept: _Excess, recomputed: _Excess) -> float:
     """Seconds around the second forward of a layer that is recomputed."""
     more_s = recomputed.seconds - kept.seconds - recomputed.forward_s
     return max(more_s / AGAIN.layers, 0.0)
+
+
+def _more_s(exchange: HostedExchange, dense: _Excess, other: _Excess) -> float:
+    """Seconds more than a dense exchange for each parameter, or message of a wire format."""
+    # Lossy exchanges send biases whole, and each layer has a message where there are several.
+    each = MANY.parameters if exchange in SHARDING else MANY.layers
+    return max(other.seconds - dense.seconds, 0.0) / each
+
+
+def _move_s(undivided: _Excess, divided: _Excess) -> float:
+    """Seconds around each redistribution."""
+    return max((divided.seconds - undivided.seconds) / divided.moves, 0.0)
 
 
 def _move_byte_s(degree: int, rounds: int, bytes_per_s: float) -> float:
@@ -310,10 +377,14 @@ def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
                 layout=divided if cut else whole,
                 style="column" if cut else "none",
                 memory=toy.memory,
+                wire="bf16" if toy.exchange == "bf16" else "exact",
+                exchange="dense" if toy.exchange == "bf16" else toy.exchange,
+                exchange_ratio=RATIO if toy.exchange in LOSSY else 1.0,
             )
         )
     goal = Goal(batch=toy.rows * ranks, optimizer="momentum")
-    return plan_by_hand(units, goal, schedule, MESSAGE_BYTES[schedule], "toy")
+    message_bytes = toy.message_bytes or MESSAGE_BYTES[schedule]
+    return plan_by_hand(units, goal, schedule, message_bytes, "toy")
 
 
 # The figures of a plan that nobody predicted.

@@ -165,6 +165,7 @@ class _Table:
     def steps(self, chosen):
         """Seconds of a step, by the formulas as docs/planner.md states them."""
         issued = self.unit(chosen, lambda k, o, c: c.host_s).sum(axis=1)
+        issued += self.entry(chosen, lambda c: c.host_s).sum(axis=1)
         return np.maximum(self._device_steps(chosen), issued)
 
     def _device_steps(self, chosen):

@@ -1,13 +1,14 @@
 """Random small planning problems from a seed: chains and trees with joins, all options."""
 
 from dataclasses import replace
+from typing import get_args
 
 import msgspec
 import numpy as np
 from meshwright.planner.cost.budget import single_device_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.capability import EVERYTHING, Capability
-from meshwright.planner.schema.cluster import StepOverhead
+from meshwright.planner.schema.cluster import ExchangeHostTime, HostedExchange, StepOverhead
 from meshwright.planner.schema.curve import Curve, proportional
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import lattice
@@ -59,7 +60,17 @@ def issued_by_hosts(made, seed):
             )
         )  # fmt: skip
     step_s = sum(u.host_forward_s + u.host_backward_s for u in units)
-    overhead = StepOverhead(rerun_s=0.1 * step_s, copy_s=0.05 * step_s, parameter_s=0.02 * step_s)
+    overhead = StepOverhead(
+        rerun_s=0.1 * step_s,
+        copy_s=0.05 * step_s,
+        parameter_s=0.02 * step_s,
+        move_s=float(rng.uniform(0.0, 0.1)) * step_s,
+        message_s=0.01 * step_s,
+        exchanges=tuple(
+            ExchangeHostTime(exchange=name, each_s=float(rng.uniform(0.0, 0.1)) * step_s)
+            for name in get_args(HostedExchange)
+        ),
+    )
     return replace(
         made,
         profile=msgspec.structs.replace(

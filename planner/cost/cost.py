@@ -85,13 +85,15 @@ class UnitSizes(NamedTuple):
 class EdgeCost(NamedTuple):
     """The redistribution of one edge's tensor, forward and backward, the bytes that the busiest
     rank receives forward, those of all that stands side by side as the gradient goes back, and of a
-    tensor that several divided units may share, those that it has in the form that they need."""
+    tensor that several divided units may share, those that it has in the form that they need;
+    ``host_s`` is what a GPU's host takes to issue it in a step."""
 
     forward: OnLink
     backward: OnLink
     received_bytes: float
     returning_bytes: float
     kept_bytes: float
+    host_s: float = 0.0
 
 
 NO_MOVE = EdgeCost(OnLink(), OnLink(), 0.0, 0.0, 0.0)
@@ -203,7 +205,7 @@ class CostModel(Exchanges):
         host_rate = self.host_bytes_per_s
         copies_s = 2.0 * trained / (host_rate or 1.0) if option.feedback == "host_mirror" else 0.0
         own_s = self.own_backward_s(k, trained, exchanged=layout.groups > 1)
-        encode_s, decode_s = self._coding_s(option, trained)
+        encode_s, decode_s = self._coding_s(k, option, trained)
         # Coded is what micro-batches have added up, in the last backward.
         encode_s /= self.micro_batches
         cost = UnitCost(
@@ -217,7 +219,7 @@ class CostModel(Exchanges):
             trained_bytes=trained,
             shard_bytes=share.shard_bytes,
             slice_s=slice_s,
-            host_s=self.host_s(k, option.memory),
+            host_s=self.host_s(k, option),
         )
         if option.memory == "recompute":
             cost = recomputed(cost, self.rerun_s(k))
@@ -313,10 +315,18 @@ class CostModel(Exchanges):
         on_streams = self.profile.device_type == "cuda"
         return on_streams and any(u.host_forward_s or u.host_backward_s for u in units)
 
-    def host_s(self, k: int, memory: MemoryPolicy = "keep") -> float:
-        """Seconds in which a GPU's host issues all that unit ``k`` does in a step: its operators,
-        the executor's own work, its parameters' updates. Divided or not, these are about as many.
-        """
+    def host_s(self, k: int, option: Option) -> float:
+        """Seconds in which a GPU's host issues all that unit ``k`` does in a step, but for what is
+        moved at its entry."""
+        if not self.hosts_take_time:
+            return 0.0
+        again = option.memory == "recompute"
+        moving_s = self.inner_host_s(k, option.style, option.layout, again=again)
+        return self.working_host_s(k, option.memory) + moving_s + self.exchange_host_s(k, option)
+
+    def working_host_s(self, k: int, memory: MemoryPolicy = "keep") -> float:
+        """Of these its operators', the executor's own work, and its parameters' updates. Divided or
+        not, these are about as many."""
         if not self.hosts_take_time:
             return 0.0
         more_s, unit = self._around_parameters_s(k), self.profile.units[k]
@@ -326,8 +336,32 @@ class CostModel(Exchanges):
             more_s += self._overhead.copy_s * unit.saved_storages
         return self.alone_host_s(k, self.micro_batches) + self.micro_batches * more_s
 
+    def inner_host_s(self, k: int, style: Style, layout: Layout, *, again: bool = False) -> float:
+        """Of these the collectives inside the unit, each as a redistribution: forward and backward,
+        and ``again`` where its forward is."""
+        forward, backward = (on.seconds > 0 for on in self._inner(k, style, layout))
+        ways = (2 if again else 1) * forward + backward
+        return self.micro_batches * ways * self._issued_move_s
+
+    def exchange_host_s(self, k: int, option: Option) -> float:
+        """Of these what its exchange takes beyond what overheads have for each parameter: messages,
+        and what is done to a parameter's gradient but in a dense exchange."""
+        if option.layout.groups == 1:
+            return 0.0
+        overhead, codings = self._overhead, self.codings(k, option)
+        messages = self.own_messages(self.unit_sizes(k, option).gradient_bytes)
+        took_s = messages * overhead.message_s
+        if option.shards:
+            trained = sum(p.trainable for p in self.owned[k])
+            # What is gathered for each use is so in each micro-batch.
+            times = self.micro_batches if option.gathers else 1
+            took_s += took_s + times * trained * overhead.exchange_s(option.exchange)
+        elif option.lossy:
+            took_s += codings * overhead.exchange_s(option.exchange)
+        return took_s + (codings * overhead.exchange_s(option.wire) if option.rounded else 0.0)
+
     def alone_host_s(self, k: int, micro_batches: int = 1) -> float:
-        """The same without the executor's own work."""
+        """``working_host_s`` without the executor's own work."""
         once_s = self._most(lambda p: p.units[k].host_forward_s + p.units[k].host_backward_s)
         trained = sum(p.trainable for p in self.owned[k])
         update_s = self._most(lambda p: p.update_host_s(self.goal.optimizer))
@@ -347,22 +381,22 @@ class CostModel(Exchanges):
             part /= option.layout.groups
         return part
 
-    def _coding_s(self, option: Option, trained_bytes: int) -> tuple[float, float]:
-        """(before, after) the exchange of a member's shard: choosing, rounding and packing what is
-        sent, and making gradients of what has come."""
+    def _coding_s(self, k: int, option: Option, trained_bytes: int) -> tuple[float, float]:
+        """(before, after) the exchange of a member's shard of unit ``k``: choosing, rounding and
+        packing what is sent, and making gradients of what has come."""
         if option.layout.groups == 1 or not (option.lossy or option.rounded):
             return 0.0, 0.0
         name = option.exchange if option.lossy else option.wire
         found = [kind.profile.compression_rate(name, option.ratio) for kind in self.kinds]
         rates = [rate for rate in found if rate is not None]
+        groups, times = option.layout.groups, self.codings(k, option)
+        before = (trained_bytes * r.seconds_per_byte + times * r.fixed_s for r in rates)
         after = (
-            r.received_seconds_per_byte + option.layout.groups * r.gathered_seconds_per_byte
+            trained_bytes * (r.received_seconds_per_byte + groups * r.gathered_seconds_per_byte)
+            + times * (r.received_fixed_s + groups * r.gathered_fixed_s)
             for r in rates
         )
-        return (
-            trained_bytes * max((r.seconds_per_byte for r in rates), default=0.0),
-            trained_bytes * max(after, default=0.0),
-        )
+        return max(before, default=0.0), max(after, default=0.0)
 
     def _inner(self, k: int, style: Style, layout: Layout) -> tuple[OnLink, OnLink]:
         """The collectives inside a unit, forward and backward, which a unit's many policies in one
@@ -428,13 +462,15 @@ class CostModel(Exchanges):
         link, sent, received = moved.level.item(), moved.sent.item(), moved.received.item()
         element = edge.bytes_per_sample / features
         back = edge.gradient_bytes_per_sample / features
+        ahead, behind = self.move_s(moved, element), self.move_s(moved, back, backward=True)
         # Backward the same boxes go the other way: what was received is sent.
         return EdgeCost(
-            OnLink(self.move_s(moved, element).item(), link, sent * element),
-            OnLink(self.move_s(moved, back, backward=True).item(), link, received * back),
+            OnLink(ahead.item(), link, sent * element),
+            OnLink(behind.item(), link, received * back),
             received * element,
             moved.returning.item() * back,
             moved.needed.item() * element * self.kept_share(e, target),
+            self.move_host_s(ahead, behind).item(),
         )
 
     def _moved(self, source: TensorPlacement, target: TensorPlacement, features: int) -> Traffic:
@@ -455,6 +491,16 @@ class CostModel(Exchanges):
         """[source, target] seconds of redistributions, with the executor's own work around each."""
         seconds = redistribution_s(self.fabric, moved, element_bytes, backward=backward)
         return seconds + self._around_s(moved.needed * element_bytes) * (seconds > 0)
+
+    def move_host_s(self, ahead: Reals, behind: Reals) -> Reals:
+        """What a GPU's host takes in a step to issue redistributions that take so many seconds
+        forward and backward: those that take any."""
+        ways = (ahead > 0).astype(float) + (behind > 0)
+        return self.micro_batches * self._issued_move_s * ways
+
+    @property
+    def _issued_move_s(self) -> float:
+        return self.cluster.overhead.move_s if self.hosts_take_time else 0.0
 
     def _around_s(self, needed_bytes: FloatOrReals) -> FloatOrReals:
         """The executor's own work around redistributions to members that need so much."""
@@ -505,10 +551,14 @@ class CostModel(Exchanges):
     def write_entry(self, chain: Chain, k: int, decisions: Sequence[Option]) -> None:
         """Writes into ``chain`` the redistribution at the entry of unit ``k``."""
         chain.entry_forward_s[:, k] = chain.entry_backward_s[:, k] = 0.0
+        if chain.entry_host_s is not None:
+            chain.entry_host_s[k] = 0.0
         for e in self.edges_into[k]:
             cost = self.arrival(e, decisions)
             chain.entry_forward_s[cost.forward.link, k] += cost.forward.seconds
             chain.entry_backward_s[cost.backward.link, k] += cost.backward.seconds
+            if chain.entry_host_s is not None:
+                chain.entry_host_s[k] += cost.host_s
 
 
 def after(one: OnLink, other: OnLink) -> OnLink:

@@ -13,6 +13,7 @@ import msgspec
 from ..schema.cluster import Cluster, Device, Node
 from ..schema.errors import InputError
 from ..schema.profile import (
+    CODING_SECONDS,
     CompressionRate,
     ModelProfile,
     NodeTimes,
@@ -230,11 +231,6 @@ def _slowed_compression(
     rates: tuple[CompressionRate, ...], times: float
 ) -> tuple[CompressionRate, ...]:
     return tuple(
-        msgspec.structs.replace(
-            r,
-            seconds_per_byte=times * r.seconds_per_byte,
-            received_seconds_per_byte=times * r.received_seconds_per_byte,
-            gathered_seconds_per_byte=times * r.gathered_seconds_per_byte,
-        )
+        msgspec.structs.replace(r, **{name: times * getattr(r, name) for name in CODING_SECONDS})
         for r in rates
     )

@@ -10,7 +10,8 @@ may still be under way. *Inner* collectives lie between: the unit's gradient is 
 new parameters are needed, outside them. Blocking communication takes a wire before any gradient.
 
 All this is on the rank's device. Where that is a GPU, its host issues what unit k does in a step
-in H_k seconds, ahead of the device and without waiting for it. Steps follow one another, so none
+in H_k seconds, ahead of the device and without waiting for it, redistributions at its entry among
+them. Steps follow one another, so none
 takes less than ΣH: both steps are the larger of that and of their formula.
 
 The derivations stand in docs/planner.md.
@@ -45,7 +46,8 @@ class Chain(NamedTuple):
     """Seconds of each unit on the busiest rank, for one micro-batch (exchange: for one step).
 
     ``slice_s`` is the time of one slice of the exchange, where slices are not taken to be small;
-    ``host_s`` what a GPU's host takes to issue all that the unit does in a step (none: nothing).
+    ``host_s`` what a GPU's host takes to issue all that the unit does in a step (none: nothing),
+    and ``entry_host_s`` the redistributions at its entry.
     """
 
     forward_s: Vector
@@ -58,13 +60,15 @@ class Chain(NamedTuple):
     exchange_s: LinkMatrix
     slice_s: LinkMatrix | None = None
     host_s: Vector | None = None
+    entry_host_s: Vector | None = None
 
 
 def empty_chain(units: int) -> Chain:
     """A chain of units that cost nothing, to be filled."""
     vectors = [np.zeros(units) for _ in range(3)]
     links = [np.zeros((len(LINKS), units)) for _ in range(6)]
-    return Chain(*vectors, *links)._replace(host_s=np.zeros(units))
+    hosts = {name: np.zeros(units) for name in ("host_s", "entry_host_s")}
+    return Chain(*vectors, *links)._replace(**hosts)
 
 
 def compute_s(chain: Chain) -> float:
@@ -74,7 +78,14 @@ def compute_s(chain: Chain) -> float:
 
 def host_s(chain: Chain) -> float:
     """ΣH of one step."""
-    return 0.0 if chain.host_s is None else float(chain.host_s.sum())
+    return float(hosts_s(chain).sum())
+
+
+def hosts_s(chain: Chain) -> Vector:
+    """H of each unit."""
+    if chain.host_s is None:
+        return np.zeros_like(chain.forward_s)
+    return chain.host_s if chain.entry_host_s is None else chain.host_s + chain.entry_host_s
 
 
 def blocking_s(chain: Chain) -> float:
@@ -211,7 +222,7 @@ def step_terms(chain: Chain, micro_batches: int, *, priority: bool) -> Terms:
         at=own + inner[::-1] + blocking + chain.exchange_s,
         after=own + blocking[::-1] + blocking,
         always=own + blocking.sum(axis=0),
-        host=np.zeros_like(own) if chain.host_s is None else chain.host_s,
+        host=hosts_s(chain),
     )
     forward = chain.forward_s + (chain.entry_forward_s + chain.inner_forward_s).sum(axis=0)
     backward = chain.backward_s + (chain.entry_backward_s + chain.inner_backward_s).sum(axis=0)

@@ -36,6 +36,7 @@ from .timeline import Family
 Matrix = npt.NDArray[np.float64]
 
 _VECTORS = ("forward", "backward", "update")
+_ON_RANK = (*_VECTORS, "host", "entry_host")
 _PER_LINK = ("inner_forward", "inner_backward", "exchange", "entry_forward", "entry_backward")
 _BYTES = (
     *timeline.FIGURES, "kept_input", "received", "returning", "returned", "neighbours_forward",
@@ -52,11 +53,12 @@ FIGURES: tuple[str, ...] = (
     "idle",
     *(f"slice.{link}" for link in LINKS),
     "host",
+    "entry_host",
 )
 """What each unit's decision amounts to: seconds, bytes, the share of the gradient's energy that is
 ``lost`` for a step, ``idle`` device-seconds that it leaves free (devices that take no part times
 the seconds of its compute), seconds of one slice of its exchange (see ``slice_waits``), and those
-that a GPU's host takes to issue it."""
+that a GPU's host takes to issue it, and the redistributions at its entry."""
 AT = {name: i for i, name in enumerate(FIGURES)}
 ENTRY: tuple[int, ...] = tuple(i for i, n in enumerate(FIGURES) if n.startswith("entry_"))
 KEPT_INPUT, RECEIVED = AT["kept_input"], AT["received"]
@@ -120,7 +122,7 @@ def _unit_chain() -> Chain:
     """A chain with one unit for each figure, which has that figure 1 and all others 0."""
     # The formulas are linear: their terms for these units are the coefficients of the figures.
     eye = np.eye(len(FIGURES))
-    fields: dict[str, Matrix] = {f"{name}_s": eye[AT[name]] for name in (*_VECTORS, "host")}
+    fields: dict[str, Matrix] = {f"{name}_s": eye[AT[name]] for name in _ON_RANK}
     for name in _PER_LINK:
         fields[f"{name}_s"] = np.stack([eye[AT[f"{name}.{link}"]] for link in LINKS])
     return Chain(**fields)

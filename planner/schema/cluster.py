@@ -4,10 +4,13 @@ from typing import Literal
 
 from .curve import Curve
 from .errors import InputError
+from .profile import CodedExchange
 from .record import Bytes, Count, Document, Positive, Record, Seconds, Spread, check_real
 
 Collective = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 LevelName = Literal["intra", "inter"]
+HostedExchange = Literal["sharded", "fully_sharded", CodedExchange]
+"""What a gradient's exchange or wire format may be other than dense and exact."""
 LINK_NAMES: dict[LevelName, str] = {"inter": "between nodes", "intra": "inside nodes"}
 """What people call the links of a level."""
 MOST_RANKS = 2**16
@@ -108,6 +111,14 @@ class Interference(Record, frozen=True, kw_only=True):
     communication_slowdown: Positive = 1.0
 
 
+class ExchangeHostTime(Record, frozen=True, kw_only=True):
+    """Seconds more that a GPU's host takes in a step for ``each`` parameter whose gradient is
+    exchanged so than for a dense one; of a wire format, for each message."""
+
+    exchange: HostedExchange
+    each_s: Seconds
+
+
 class StepOverhead(Record, frozen=True, kw_only=True):
     """Seconds that the executor's own work adds to a step, whatever the plan: ``step_s`` once, and
     in each parameter's backward ``parameter_s``, and ``byte_s`` for each byte of a gradient that is
@@ -116,7 +127,9 @@ class StepOverhead(Record, frozen=True, kw_only=True):
     needs, which is put together of what it has and what arrives. Each unit (or segment) that is
     recomputed takes ``rerun_s`` besides its second forward, and each storage that is offloaded
     ``copy_s``, to the host and back. On GPUs all of it is the host's, which goes on meanwhile: the
-    step is longer only where the host has more to do than the GPU. Zero where not measured."""
+    step is longer only where the host has more to do than the GPU. Only there it is told apart what
+    each message of gradients takes (``message_s``), and what other exchanges than dense ones do
+    (``exchanges``). Zero where not measured."""
 
     step_s: Seconds = 0.0
     parameter_s: Seconds = 0.0
@@ -125,6 +138,12 @@ class StepOverhead(Record, frozen=True, kw_only=True):
     move_byte_s: Seconds = 0.0
     rerun_s: Seconds = 0.0
     copy_s: Seconds = 0.0
+    message_s: Seconds = 0.0
+    exchanges: tuple[ExchangeHostTime, ...] = ()
+
+    def exchange_s(self, exchange: str) -> float:
+        """The seconds more of an exchange or a wire format; zero where not measured."""
+        return next((e.each_s for e in self.exchanges if e.exchange == exchange), 0.0)
 
 
 class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):

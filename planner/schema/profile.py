@@ -259,13 +259,28 @@ class CompressionRate(Record, frozen=True, kw_only=True):
     """Seconds that an exchange or a wire format takes for each byte of gradients: to choose, round
     and pack what it sends, and to make gradients of what has come: once (``received``), and for
     each peer where all get what each has sent (``gathered``). ``ratio`` is the share of the
-    elements that was sent when it was measured (none: it takes as long at any)."""
+    elements that was sent when it was measured (none: it takes as long at any). The ``fixed``
+    seconds come on top of each of these, on GPUs: of small gradients kernels, and the wait for how
+    many elements were chosen, take as long as of larger ones. They count for each parameter,
+    ``int8`` for each slice, ``bf16`` for each message."""
 
     exchange: CodedExchange
     ratio: Share | None = None
     seconds_per_byte: Seconds
     received_seconds_per_byte: Seconds = 0.0
     gathered_seconds_per_byte: Seconds = 0.0
+    fixed_s: Seconds = 0.0
+    received_fixed_s: Seconds = 0.0
+    gathered_fixed_s: Seconds = 0.0
+
+
+CODING_FIXED = {
+    "seconds_per_byte": "fixed_s",
+    "received_seconds_per_byte": "received_fixed_s",
+    "gathered_seconds_per_byte": "gathered_fixed_s",
+}
+"""Each of the rates of a ``CompressionRate``, and what is fixed beside it."""
+CODING_SECONDS = (*CODING_FIXED, *CODING_FIXED.values())
 
 
 class UnitTimes(Record, frozen=True, kw_only=True):

@@ -34,11 +34,8 @@ from heapq import heappop, heappush
 from math import ceil
 from typing import NamedTuple
 
+from ..cost.exchange import PACKED_BYTES
 from ..schema.plan import ExchangePolicy
-
-# Below this a gradient is copied into a pack: a copy of that size and back takes about 20 µs, a
-# message of its own some 200 µs (gloo, two cores, torch 2.13).
-PACKED_BYTES = 128 * 1024
 
 
 class SliceSpec(NamedTuple):

@@ -15,7 +15,7 @@ from ..cost.budget import gpu_seconds, idle_s, unit_s
 from ..cost.compute import busiest_samples
 from ..cost.cost import BUCKET_BYTES, CostModel
 from ..cost.ownership import group_samples, position_classes
-from ..cost.step_time import Chain, blocking_s, host_s
+from ..cost.step_time import Chain, blocking_s, host_s, hosts_s
 from ..memory.pinned import pinned_by_position
 from ..memory.reserved import reserved_bytes
 from ..memory.timeline import MemoryPoint, PositionMemory, moment_of, peak_bytes, timeline
@@ -156,9 +156,9 @@ def issued_s(model: CostModel, decisions: Decisions, chain: Chain) -> float:
     """What the host of the busiest rank issues in a step."""
     if chain.host_s is None or not any(option.layout.first for option in decisions):
         return host_s(chain)  # the rank at position 0 takes part in all units
-    layouts = [option.layout for option in decisions]
+    layouts, by_unit = [option.layout for option in decisions], hosts_s(chain)
     return max(
-        sum(float(chain.host_s[k]) for k, y in enumerate(layouts) if group.samples[y] is not None)
+        sum(float(by_unit[k]) for k, y in enumerate(layouts) if group.samples[y] is not None)
         for group in position_classes(model.counts, layouts)
     )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ from ..memory.unit_memory import MemoryModel
 from ..schema.curve import Curve
 from ..schema.layout import Layout, Style
 from ..schema.options import Option
+from ..schema.plan import MemoryPolicy
 from ..schema.profile import UnitProfile
 
 Reals = npt.NDArray[np.float64]
@@ -62,13 +64,22 @@ _MEASURED_BYTES: tuple[tuple[str, Quantity], ...] = (
 )
 
 
+class _OfShape(NamedTuple):
+    """What units of one shape have in common: the first one's figures, bytes of a member's
+    gradients and whether they are exchanged, and what hosts take for collectives, all by state."""
+
+    first: Reals
+    trained: list[tuple[int, bool]]
+    sent_s: Reals
+
+
 class UnitFigures:
     """The figures of a model's options; bytes are those at ``position``."""
 
     def __init__(self, model: CostModel, memory: MemoryModel, position: int) -> None:
         self.model, self.memory, self.position = model, memory, position
         self._samples: dict[Layout, int | None] = {}
-        self._of_shape: dict[object, tuple[Reals, list[tuple[int, bool]]]] = {}
+        self._of_shape: dict[object, _OfShape] = {}
         self._readers: dict[tuple[State, ...], tuple[list[CurveReader], CurveReader]] = {}
 
     def samples(self, layout: Layout) -> int | None:
@@ -102,9 +113,10 @@ class UnitFigures:
         key = states, self.shape(k)
         if key not in self._of_shape:
             first = np.array([self.of(k, Option(*state)) for state in states])
-            self._of_shape[key] = first, self._trained_bytes(k, states)
+            sent_s = first[:, AT["host"]] - self.model.working_host_s(k)
+            self._of_shape[key] = _OfShape(first, self._trained_bytes(k, states), sent_s)
             return first
-        first, trained = self._of_shape[key]
+        first, trained, sent_s = self._of_shape[key]
         unit, found = self.model.profile.units[k], first.copy()
         busiest, here = self._readers_of(states)
         there = [kind.profile.units[k] for kind in self.model.kinds]
@@ -119,7 +131,7 @@ class UnitFigures:
         for name, quantity in _MEASURED_BYTES:
             found[:, AT[name]] = here.values(unit, quantity, divides=False)
         self._write_idle(found, states)
-        found[:, AT["host"]] = self.model.host_s(k)
+        found[:, AT["host"]] = self.model.working_host_s(k) + sent_s
         found[:, AT["saved"]] += self._gathered(k, states)
         new = [self.memory.makes_new(layout) for layout, _ in states]
         summed = np.array([self.memory.summed_bytes(k, layout) for layout, _ in states])
@@ -147,7 +159,12 @@ class UnitFigures:
         """``plain`` with feature maps that are made again in backward."""
         found = plain.copy()
         found[:, AT["backward"]] += plain[:, AT["forward"]] + self.model.rerun_s(k)
-        found[:, AT["host"]] = self.model.host_s(k, "recompute")
+        found[:, AT["host"]] += self._more_host_s(k, "recompute")
+        inner_s = [
+            [self.model.inner_host_s(k, *state[::-1], again=again) for again in (False, True)]
+            for state in states
+        ]
+        found[:, AT["host"]] += [again - once for once, again in inner_s]
         for link in LINKS:
             found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
         # What stays is ``MemoryModel._resident`` and the unit's gathered input.
@@ -172,10 +189,13 @@ class UnitFigures:
         copy_s = reduce(np.maximum, saved) / host_bytes_per_s
         found[:, AT["forward"]] += copy_s
         found[:, AT["backward"]] += copy_s
-        found[:, AT["host"]] = self.model.host_s(k, "offload")
+        found[:, AT["host"]] += self._more_host_s(k, "offload")
         found[:, AT["offloaded"]] = plain[:, AT["saved"]]
         found[:, AT["offloaded_output"]] = self._kept_output(k, states, plain[:, AT["saved"]])
         return self._with_resident(found, np.zeros(len(states)), states)
+
+    def _more_host_s(self, k: int, memory: MemoryPolicy) -> float:
+        return self.model.working_host_s(k, memory) - self.model.working_host_s(k)
 
     def _kept_output(self, k: int, states: Sequence[State], saved: Reals) -> Reals:
         """``MemoryModel._kept_output`` by state."""
@@ -209,7 +229,10 @@ class UnitFigures:
         """All of a unit that its figures depend on, but for its curves."""
         unit, owned = self.model.profile.units[k], self.model.owned[k]
         divided = [{name for name, _ in s.sharded} for s in unit.splits]
-        sizes = tuple((p.bytes, p.trainable, *(p.shared in d for d in divided)) for p in owned)
+        sizes = tuple(
+            (p.bytes, p.trainable, self.model.sends_whole(k, p), *(p.shared in d for d in divided))
+            for p in owned
+        )
         out = self.model.output_bytes_per_sample(k)
         added = tuple(self.model.partial_sums_per_sample(k, s.style) for s in unit.splits)
         statistics = unit.state_bytes, unit.batch_statistics, unit.statistics_bytes
@@ -394,7 +417,8 @@ class EdgeFigures:
         ahead = self.model.move_s(flow, element)
         behind = self.model.move_s(flow, back, backward=True)
         on = [flow.level == i for i in range(len(LINKS))]
-        rows = [*(ahead * link for link in on), *(behind * link for link in on)]
+        seconds = [*(ahead * link for link in on), *(behind * link for link in on)]
+        rows = *seconds, self.model.move_host_s(ahead, behind)
         sizes = flow.needed * element, flow.returning * back, flow.received * element
         return np.stack([*rows, *sizes])
 

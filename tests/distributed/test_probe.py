@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import Ranks
 from meshwright.executor.memory import offload
-from meshwright.planner.schema.cluster import Cluster, StepOverhead
+from meshwright.planner.schema.cluster import Cluster, HostedExchange, StepOverhead
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler.collectives import COLLECTIVES, MeasuredGroup, curves, measure
@@ -208,6 +209,20 @@ def test_hosts_of_gpus_take_time_for_what_is_rerun_and_copied(
         assert 0 < found.rerun_s < 0.01
         assert 0 < found.copy_s < 0.01
         assert found.byte_s == 0
+
+
+@pytest.mark.alone
+def test_hosts_of_gpus_take_time_for_collectives(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2)(hosts_work)
+    assert first == second
+    barrier, priority = first
+    assert barrier.exchanges == priority.exchanges
+    assert [e.exchange for e in priority.exchanges] == list(get_args(HostedExchange))
+    for found in (barrier, priority):
+        assert 0 < found.message_s < 0.1
+        assert 0 < found.move_s < 0.1
+        assert 0 < found.exchange_s("low_rank") < 0.1
+        assert found.exchange_s("dense") == found.move_byte_s == 0
 
 
 def test_a_probe_needs_a_group() -> None:

@@ -35,7 +35,7 @@ from ..unit_options import all_options, layouts_of
 ROUNDING = 1e-9
 BETTER = 1 - 1e-6
 """A change must save a millionth of the step: rounding is no reason to change a layout."""
-ENTRIES = ("entry_forward_s", "entry_backward_s")
+ENTRIES = ("entry_forward_s", "entry_backward_s", "entry_host_s")
 """The figures of a chain that are not a unit's own."""
 HEAVY, PAIRS = 4, 1000
 """Units with most parameters, whose options are tried two at a time; moves of two units tried."""

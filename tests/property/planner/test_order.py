@@ -2,10 +2,10 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.planner.cost.exchange import PACKED_BYTES
 from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.schedule import COMPUTE, Message, Step, Work
 from meshwright.planner.simulate.slicing import (
-    PACKED_BYTES,
     ReadyGroup,
     SendSlot,
     cut,

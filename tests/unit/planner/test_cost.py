@@ -12,7 +12,12 @@ from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option, allowed, ties_agree
-from meshwright.planner.schema.profile import CompressionRate, UpdateRate
+from meshwright.planner.schema.profile import (
+    CompressionRate,
+    FidelityProfile,
+    ParameterProfile,
+    UpdateRate,
+)
 
 from tests.strategies import chain_profile, cluster, linear, norm, share
 
@@ -194,6 +199,39 @@ def test_micro_batches_add_gradients_up_and_code_them_once():
     for count in (1, 2, 4):
         more_s = backward_s(count, rates=coding) - backward_s(count)
         assert count * more_s == pytest.approx(40_000e-9)
+
+
+FIXED = {"fixed_s": 1e-3, "received_fixed_s": 1e-4, "gathered_fixed_s": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("option", "codings"),
+    [
+        (HOME._replace(exchange="low_rank", ratio=0.1), 1),  # its bias travels whole
+        (HOME._replace(exchange="int8"), 4),  # slices of 10,000 bytes
+        (HOME._replace(wire="bf16"), 5),  # its bias makes a fifth one
+    ],
+)
+def test_what_is_fixed_in_coding_counts_for_each_piece(option, codings):
+    def unit(**fixed: float):
+        name = option.exchange if option.lossy else option.wire
+        rate = CompressionRate(exchange=name, ratio=None, seconds_per_byte=1e-9, **fixed)
+        kept = (FidelityProfile(exchange=option.exchange, ratios=(option.ratio,), kept=(0.9,)),)
+        profile = chain_profile([linear("fc", 100, 100, 1e-3)], features=100)
+        (weight,) = profile.units[1].parameters
+        bias = ParameterProfile(name="fc.bias", shared="fc.bias", shape=(100,), bytes=400)
+        fc = msgspec.structs.replace(
+            profile.units[1], parameters=(weight, bias), fidelity=kept if option.lossy else ()
+        )
+        units = profile.units[0], fc, *profile.units[2:]
+        profile = msgspec.structs.replace(profile, units=units, compression=(rate,))
+        links = cluster(4, inter=RATE)
+        made = CostModel(profile, links, Goal(batch=16), message_bytes=10_000, sliced=True)
+        return made.unit(1, option)
+
+    free, charged = unit(), unit(**FIXED)
+    assert charged.backward_s - free.backward_s == pytest.approx(codings * 1e-3)
+    assert charged.update_s - free.update_s == pytest.approx(codings * (1e-4 + 4 * 1e-5))
 
 
 def test_the_executor_costs_something_around_each_second_forward():

@@ -8,14 +8,15 @@ from meshwright.cli.render.documents import bound_sentence
 from meshwright.planner.cost.budget import single_device_batch_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.device_kinds import slowed, with_profiles
+from meshwright.planner.cost.exchange import PACKED_BYTES
 from meshwright.planner.cost.step_time import host_s
 from meshwright.planner.explain import why
 from meshwright.planner.explain.why import bottleneck, device_time
-from meshwright.planner.schema.cluster import StepOverhead
+from meshwright.planner.schema.cluster import ExchangeHostTime, StepOverhead
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
-from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.schema.profile import FidelityProfile, ModelProfile
 from meshwright.planner.solve.device_timelines import timelines
 from meshwright.planner.solve.evaluate import evaluation, issued_s, make_plan
 
@@ -81,6 +82,63 @@ def test_what_the_host_does_is_no_work_of_the_device() -> None:
         assert theirs.backward_s == pytest.approx(ours.backward_s + own_s)
         assert theirs.host_s == 0.0
     assert host_s(on_cpus.chain(on_cpus.baseline)) == 0.0
+
+
+def test_hosts_issue_collectives() -> None:
+    """Each redistribution there and back, those inside units among them, and again where forward
+    runs again; nothing of them is the device's."""
+    links_ = msgspec.structs.replace(links(), overhead=StepOverhead(move_s=1e-3))
+    model = CostModel(profile_of(), links_, Goal(batch=4), micro_batches=2)
+    column, row = (Option(Layout(groups=1, degree=2), style) for style in ("column", "row"))
+    away, home = model.edge(1, HOME, column), model.edge(1, column, row)
+    assert (away.host_s, home.host_s) == (pytest.approx(2 * 2e-3), 0.0)
+    free = CostModel(profile_of(), links(), Goal(batch=4), micro_batches=2)
+    assert away.forward.seconds == free.edge(1, HOME, column).forward.seconds > 0
+    inside = model.unit(2, row).host_s - model.unit(2, column).host_s
+    assert inside == pytest.approx(2 * 2e-3)
+    again = row._replace(memory="recompute")
+    rerun = model.unit(2, again).host_s - model.unit(2, row).host_s
+    assert rerun == pytest.approx(2 * (FORWARD_S + 1e-3))
+    decisions = (HOME, column, row, HOME)
+    chain = model.chain(decisions)
+    parts = sum(model.unit(k, option).host_s for k, option in enumerate(decisions))
+    moved = sum(model.arrival(e, decisions).host_s for e in range(len(model.ends)))
+    assert moved > 0
+    assert host_s(chain) == pytest.approx(parts + moved)
+
+
+@pytest.mark.parametrize(
+    ("option", "more_s"),
+    [
+        (HOME, 0.5e-3),
+        (HOME._replace(wire="bf16"), 0.5e-3 + 0.5 * 7e-3),
+        (HOME._replace(exchange="sharded"), 2 * 0.5e-3 + 3e-3),
+        (HOME._replace(exchange="low_rank", ratio=0.5), 0.5e-3 / 2 + 1 * 5e-3),
+        (Option(Layout(groups=1, degree=2), "column"), 0.0),
+    ],
+)
+def test_hosts_issue_each_exchange(option: Option, more_s: float) -> None:
+    """A matrix that fills half of a pack takes half of a message, each way."""
+    found = {"bf16": 7e-3, "sharded": 3e-3, "low_rank": 5e-3}
+    overhead = StepOverhead(
+        message_s=1e-3,
+        exchanges=tuple(ExchangeHostTime(exchange=n, each_s=s) for n, s in found.items()),
+    )
+    made = profile_of()
+    size = PACKED_BYTES // 2
+    unit = made.units[2]
+    (weight,) = unit.parameters
+    weight = msgspec.structs.replace(weight, shape=(128, size // 512), bytes=size)
+    kept = (FidelityProfile(exchange="low_rank", ratios=(0.5,), kept=(0.9,)),)
+    unit = msgspec.structs.replace(unit, parameters=(weight,), fidelity=kept)
+    made = msgspec.structs.replace(made, units=(*made.units[:2], unit, *made.units[3:]))
+    seconds = [
+        CostModel(
+            made, msgspec.structs.replace(links(), overhead=each), Goal(batch=4), sliced=True
+        ).unit(2, option).host_s
+        for each in (StepOverhead(), overhead)
+    ]  # fmt: skip
+    assert seconds[1] - seconds[0] == pytest.approx(more_s)
 
 
 def test_a_segment_is_entered_once() -> None:

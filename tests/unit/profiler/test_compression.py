@@ -1,7 +1,9 @@
 """From the seconds of what exchanges do to a gradient to the rates that plans are charged by."""
 
+import msgspec
 import pytest
 import torch
+from meshwright.planner.schema.profile import CompressionRate
 from meshwright.profiler import compression
 from meshwright.profiler.compression import Coding
 from meshwright.profiler.fidelity import RATIOS
@@ -34,6 +36,16 @@ def test_disturbed_times_give_no_negative_rates():
     assert quick.received_seconds_per_byte == pytest.approx(4e-3)
     slow = compression._rate(coding, 1000, before=2.0, after=13.0, plain=1.0)
     assert slow.received_seconds_per_byte == 0.0
+
+
+def test_a_line_through_two_sizes_has_nothing_negative():
+    made = CompressionRate(exchange="dropped", seconds_per_byte=0.0)
+    large, small = (
+        msgspec.structs.replace(made, seconds_per_byte=each) for each in (2e-9, 2e-7)
+    )  # 2 and 3 ms: the smaller one took longer
+    found = compression._line(large, 1_000_000, small, 15_000)
+    assert found.seconds_per_byte == 0.0
+    assert found.fixed_s == pytest.approx(3e-3)
 
 
 def test_topk_is_timed_at_each_share_that_plans_may_have():

@@ -483,7 +483,7 @@ def test_a_part_that_waits_for_the_device_does_not_take_longer_each_time(
 def test_on_a_gpu_slices_are_as_large_as_what_is_turned_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where a kernel's least time is little of a slice's."""
+    """Where a kernel's least time is little of a slice's; what is fixed a small one tells."""
     drawn: list[int] = []
     randn = torch.randn
 
@@ -498,4 +498,38 @@ def test_on_a_gpu_slices_are_as_large_as_what_is_turned_at_once(
     for device in (CPU, GPU):
         (rate,) = compression.compression_rates(device, torch.float32)
         assert rate.exchange == "bf16"
-    assert drawn == [2**19, 2**22]
+    assert drawn == [2**19, 2**22, 2**16]
+
+
+def test_what_coding_takes_however_small_a_gradient_is_is_told_apart(
+    streams: Streams, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decomposition of a millisecond, and a kernel of as much for each MiB."""
+    randn, fixed_s, byte_s = torch.randn, 1e-3, 1e-3 / 2**20
+    size_bytes = [0]
+
+    def drawn(count: int, **_: object) -> torch.Tensor:
+        size_bytes[0] = 4 * count
+        return randn(2**12)
+
+    def coding(flat: torch.Tensor) -> list[Coding]:
+        def launch(times: int) -> Callable[[], object]:
+            return lambda: streams.current.launch(times * (fixed_s + byte_s * size_bytes[0]))
+
+        return [Coding("low_rank", launch(1), launch(3), launch(1), 0.1)]
+
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: randn(4))
+    monkeypatch.setattr(torch, "randn", drawn)
+    monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=int))
+    monkeypatch.setattr(compression.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(compression, "wire_codings", lambda gradient: ())
+    monkeypatch.setattr(compression, "part_codings", coding)
+    # Of what is drawn the bytes are not those that the slice is pretended to have.
+    monkeypatch.setattr(torch.Tensor, "nbytes", property(lambda self: size_bytes[0]))
+    (rate,) = compression.compression_rates(GPU, torch.float32)
+    assert (rate.fixed_s, rate.received_fixed_s) == (
+        pytest.approx(fixed_s), pytest.approx(2 * fixed_s)
+    )  # fmt: skip
+    assert rate.seconds_per_byte == pytest.approx(byte_s)
+    assert rate.received_seconds_per_byte == pytest.approx(2 * byte_s)
+    assert (rate.gathered_fixed_s, rate.gathered_seconds_per_byte) == (0.0, 0.0)
