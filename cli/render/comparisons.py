@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_s": ("step time", seconds),
     "compute_s": ("  computing", seconds),
+    "copies_s": ("    copies to the host and back", seconds),
     "blocking_s": ("  blocking communication", seconds),
     "exposed_s": ("  exposed gradient exchange", seconds),
     "update_s": ("parameter update", seconds),
@@ -107,6 +108,8 @@ def comparison_tables(found: Comparison, first: str, second: str) -> list[Table 
     rows = []
     # A figure that is not listed above is shown under its field's name.
     for figure in found.figures:
+        if figure.name == "copies_s" and not (figure.first or figure.second):
+            continue
         name, show = QUANTITIES.get(figure.name, (figure.name, str))
         by = f"{figure.second / figure.first:.2f}" if figure.first else ""
         rows.append((name, show(figure.first), show(figure.second), by))

@@ -9,7 +9,7 @@ from ...planner.cost.collectives import Fabric
 from ...planner.cost.compute import batch_counts, busiest_samples
 from ...planner.explain.compare import policy_words, segment_words
 from ...planner.explain.what_if import FewerDevices
-from ...planner.explain.why import HostsWait, StepBottleneck
+from ...planner.explain.why import HostCopies, HostsWait, StepBottleneck
 from ...planner.schema.cluster import LINK_NAMES, Cluster, Node
 from ...planner.schema.local_steps import MOST_INNER_STEPS
 from ...planner.schema.plan import Plan, Prediction, UnitPlan
@@ -107,20 +107,36 @@ def lossy_sentences(plan: Plan) -> list[str]:
 
 def bound_sentence(found: StepBottleneck) -> str:
     """What bounds the step, and what its user could do about it."""
-    if found.hosts is not None and found.part == "averages":
-        part = f"{seconds(found.part_s)} of {seconds(found.step_s)}"
-        return f"Bound by waiting for other hosts ({part}): {_less_waiting(found, found.hosts)}."
-    where = "" if found.link is None else LINK_NAMES[found.link]
-    saved_s = 0.0 if found.faster_s is None else found.step_s - found.faster_s
-    saves = seconds(saved_s) if saved_s > 0 else "nothing"
-    advice = [f"twice the bandwidth {where} saves {saves}"] if where else []
+    step, hosts, copies = seconds(found.step_s), found.hosts, found.copies
+    if hosts is not None and found.part == "averages":
+        less = _less_waiting(found, hosts)
+        return f"Bound by waiting for other hosts ({seconds(found.part_s)} of {step}): {less}."
     if found.host_s > STARVED * found.step_s:
-        part = f"{seconds(found.host_s)} of {seconds(found.step_s)}"
         return (
-            f"Bound by the hosts, which GPUs wait for to issue work ({part}): a larger --batch or "
-            "torch.compile gives each operator more to do; what is recomputed or offloaded is "
-            "issued again."
+            f"Bound by the hosts, which GPUs wait for to issue work ({seconds(found.host_s)} of "
+            f"{step}): a larger --batch or torch.compile gives each operator more to do; what is "
+            "recomputed or offloaded is issued again."
         )
+    if copies is not None and found.part == "compute" and 2 * copies.copies_s > found.part_s:
+        less = _fewer_copies(found, copies)
+        return (
+            f"Bound by copies to the host and back ({seconds(copies.copies_s)} of {step}): {less}."
+        )
+    words = _bound_by_part(found)
+    if hosts is not None and hosts.waited_s > HIDDEN * found.step_s:
+        waited, less = seconds(hosts.waited_s), _less_waiting(found, hosts)
+        words += f" Waiting for other hosts takes {waited} of the step: {less}."
+    if copies is not None and copies.copies_s > RECOMPUTED * found.step_s:
+        taken, less = seconds(copies.copies_s), _fewer_copies(found, copies)
+        words += f" Copies to the host and back take {taken} of the step: {less}."
+    return words
+
+
+def _bound_by_part(found: StepBottleneck) -> str:
+    """The largest part of a step of ranks that train together, and what would shorten it."""
+    where = "" if found.link is None else LINK_NAMES[found.link]
+    saves = _saves(found, found.step_s if found.faster_s is None else found.faster_s)
+    advice = [f"twice the bandwidth {where} {saves}"] if where else []
     if found.part == "compute":
         what = "computing"
         if found.recompute_s > RECOMPUTED * found.step_s:
@@ -130,32 +146,44 @@ def bound_sentence(found: StepBottleneck) -> str:
     else:
         blocking = found.part == "blocking"
         what = f"{'blocking communication' if blocking else 'gradient exchange'} {where}"
-        advice = [f"twice the bandwidth saves {saves}"]
+        advice = [f"twice the bandwidth {saves}"]
         advice += (
             [] if blocking else ["or try --allow-lossy" if found.may_round else "or raise --batch"]
         )
     slowest = " on the slowest rank, for which the others wait" * found.on_slowest
     part = f"{seconds(found.part_s)} of {seconds(found.step_s)}{slowest}"
-    words = f"Bound by {what} ({part}): {', '.join(advice)}."
-    if found.hosts is not None and found.hosts.waited_s > HIDDEN * found.step_s:
-        waited = seconds(found.hosts.waited_s)
-        less = _less_waiting(found, found.hosts)
-        words += f" Waiting for other hosts takes {waited} of the step: {less}."
-    return words
+    return f"Bound by {what} ({part}): {', '.join(advice)}."
+
+
+def _saves(found: StepBottleneck, then_s: float) -> str:
+    """What a step of ``then_s`` saves."""
+    saved_s = found.step_s - then_s
+    return f"saves {seconds(saved_s)}" if saved_s > 0 else "saves nothing"
+
+
+def _fewer_copies(found: StepBottleneck, copies: HostCopies) -> str:
+    """What would shorten the waiting for copies to the host's memory and back."""
+    others = {
+        "offload": "--forbid offload recomputes or shards instead, where that fits",
+        "host_mirror": "--forbid host_mirror keeps mirrors on the device, where they fit",
+    }
+    room = "a higher --memory-limit" if copies.limited else "more memory on devices"
+    return ", ".join(
+        [
+            f"twice the bandwidth to the host's memory {_saves(found, copies.faster_s)}",
+            *(others[policy] for policy in copies.policies),
+            f"{room} needs fewer copies",
+        ]
+    )
 
 
 def _less_waiting(found: StepBottleneck, hosts: HostsWait) -> str:
     """What would shorten the waiting for other hosts."""
-
-    def saves(then_s: float) -> str:
-        saved_s = found.step_s - then_s
-        return f"saves {seconds(saved_s)}" if saved_s > 0 else "saves nothing"
-
     steps = 2 * hosts.inner_steps
-    longer = f"--inner-steps {steps} {saves(hosts.longer_s)}"
+    longer = f"--inner-steps {steps} {_saves(found, hosts.longer_s)}"
     if steps > MOST_INNER_STEPS:
         longer += f" (published as training about as well: up to {MOST_INNER_STEPS})"
-    return f"{longer}, twice the bandwidth between nodes {saves(hosts.faster_s)}"
+    return f"{longer}, twice the bandwidth between nodes {_saves(found, hosts.faster_s)}"
 
 
 def speed_sentences(profile: ModelProfile) -> list[str]:
@@ -277,7 +305,7 @@ def memory_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> lis
 FULL = 0.95
 # Times of batches this many times as large as those measured are on the measured line still.
 EXTRAPOLATED = 2
-# Recomputing that takes less of the step is not mentioned.
+# Recomputing, and copying to the host, that takes less of the step is not mentioned.
 RECOMPUTED = 0.02
 # Nor is what GPUs wait for their hosts, where it takes less.
 STARVED = 0.05
@@ -383,7 +411,8 @@ def _decision(unit: UnitPlan) -> tuple[str, ...]:
 
 # The parts of a prediction that are printed, in this order.
 PREDICTED = (
-    "step_s", "compute_s", "blocking_s", "exposed_s", "samples_per_s", "wire_bytes", "peak_bytes",
+    "step_s", "compute_s", "copies_s", "blocking_s", "exposed_s", "samples_per_s", "wire_bytes",
+    "peak_bytes",
 )  # fmt: skip
 
 
@@ -402,6 +431,8 @@ def prediction_table(plan: Plan) -> Table:
     rows = [
         (QUANTITIES[name][0], *(shown(p, name) for p in (plan.prediction, plan.baseline)))
         for name in PREDICTED
+        # Of few plans, and of plain data parallelism never.
+        if name != "copies_s" or plan.prediction.copies_s
     ]
     if plan.goal.background:
         times = plan.goal.slowdown

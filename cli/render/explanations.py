@@ -141,6 +141,14 @@ def _words(found: Explanation) -> Iterator[str]:
         "averages": "waiting for other hosts, whose averages nothing hides",
     }[found.bound_by]
     yield f"The largest part of the step of {seconds(found.step_s)} is {largest}."
+    if found.copies_s:
+        used = {policy for unit in found.units for policy in (unit.memory, unit.feedback)}
+        without = (f"--forbid {name}" for name in ("offload", "host_mirror") if name in used)
+        yield (
+            f"For {seconds(found.copies_s)} of the step a rank waits for copies to its host's "
+            "memory and back, which count as computing: more memory of devices or more bandwidth "
+            f"to the host shortens that, {' '.join(without)} plans without."
+        )
     if found.slowed_s > found.step_s:
         yield (
             f"With a background job a step may take up to {seconds(found.slowed_s)}, "
@@ -195,6 +203,7 @@ def _device_time(found: DeviceTime) -> Table:
         ("smaller or divided shares", found.shares_s),
         ("updates on every device", found.updates_s),
         ("the executor's own work", found.executor_s),
+        *((("copies to the host and back", found.copies_s),) if found.copies_s else ()),
         ("slowed by communication", found.slowing_s),
         ("waiting for communication", found.waiting_s),
         *((("waiting for hosts to issue work", found.host_s),) if found.host_s else ()),

@@ -48,7 +48,8 @@ class UnitCost(NamedTuple):
     ``trained_bytes`` those of them with a gradient, ``gradient_bytes`` what is exchanged.
     ``released`` is an exchange that the rank waits for in backward (early release), ``slice_s`` the
     time of one slice on the link of ``exchange`` (zero where gradients travel in buckets).
-    ``host_s`` is what a GPU's host takes to issue all of it in a step."""
+    ``host_s`` is what a GPU's host takes to issue all of it in a step, ``copies_s`` the part of
+    forward and backward in which the rank waits for copies to its host's memory and back."""
 
     forward_s: float
     backward_s: float
@@ -62,6 +63,7 @@ class UnitCost(NamedTuple):
     released: OnLink = OnLink()
     slice_s: float = 0.0
     host_s: float = 0.0
+    copies_s: float = 0.0
 
 
 class _Share(NamedTuple):
@@ -220,6 +222,7 @@ class CostModel(Exchanges):
             shard_bytes=share.shard_bytes,
             slice_s=slice_s,
             host_s=self.host_s(k, option),
+            copies_s=copies_s,
         )
         if option.memory == "recompute":
             cost = recomputed(cost, self.rerun_s(k))
@@ -583,7 +586,11 @@ def recomputed(cost: UnitCost, around_s: float) -> UnitCost:
 def offloaded(cost: UnitCost, copy_s: float) -> UnitCost:
     """With offload the feature maps are copied to the host and back in ``copy_s`` each: counted as
     if the rank waited, though copies go on beside a neighbour's work, whose time is its own."""
-    return cost._replace(forward_s=cost.forward_s + copy_s, backward_s=cost.backward_s + copy_s)
+    return cost._replace(
+        forward_s=cost.forward_s + copy_s,
+        backward_s=cost.backward_s + copy_s,
+        copies_s=cost.copies_s + 2 * copy_s,
+    )
 
 
 def released(cost: UnitCost) -> UnitCost:

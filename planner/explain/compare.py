@@ -10,6 +10,7 @@ from .why import Alternative, UnitExplanation
 _FIGURES = (
     "step_s",
     "compute_s",
+    "copies_s",
     "blocking_s",
     "exposed_s",
     "update_s",

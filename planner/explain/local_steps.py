@@ -15,7 +15,7 @@ from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..solve.local_steps import host_capability, kept_bytes, plan_of_host, round_of
 from . import why
-from .what_if import Gain, with_rates
+from .what_if import Gain, with_host_bandwidth, with_rates
 from .why import DeviceTime, Explanation, Exposure, HostsWait, LimitUse, Part, StepBottleneck
 
 
@@ -47,9 +47,14 @@ def _bottleneck(
     faster_s = None
     if found.link is not None:
         faster_s = round_of(plan, profile, _twice(cluster, found.link)).step_s
+    copies = found.copies
+    if copies is not None:
+        wider = with_host_bandwidth(cluster, 2.0)
+        copies = copies._replace(faster_s=round_of(plan, profile, wider).step_s)
     return found._replace(
-        part=part, part_s=parts[part], step_s=whole.step_s, faster_s=faster_s, hosts=wait
-    )
+        part=part, part_s=parts[part], step_s=whole.step_s, faster_s=faster_s, hosts=wait,
+        copies=copies,
+    )  # fmt: skip
 
 
 def _wait(plan: Plan, own: Plan, profile: ModelProfile, cluster: Cluster) -> HostsWait:
@@ -135,7 +140,8 @@ def _device_time(
     slowed_s = round_of(plan, profile, cluster).slowed_s
     slowing_s = hosts * own.slowing_s + plan.world_size * slowed_s
     used_s, starved_s = plan.prediction.gpu_seconds, hosts * own.host_s
-    others_s = single_s + shares_s + updates_s + executor_s + slowing_s + starved_s
+    copies_s = hosts * own.copies_s
+    others_s = single_s + shares_s + updates_s + executor_s + slowing_s + starved_s + copies_s
     return DeviceTime(
         used_s=used_s,
         single_device_s=single_s,
@@ -145,6 +151,7 @@ def _device_time(
         slowing_s=slowing_s,
         waiting_s=used_s - others_s,
         host_s=starved_s,
+        copies_s=copies_s,
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ..cost.budget import single_device_batch_s
 from ..cost.cost import CostModel
-from ..schema.cluster import Cluster, CollectiveCurve, Level, LevelName
+from ..schema.cluster import Cluster, CollectiveCurve, Device, Level, LevelName
 from ..schema.curve import Curve
 from ..schema.errors import InputError
 from ..schema.plan import Plan
@@ -89,14 +89,16 @@ class Sizes(Record, frozen=True, kw_only=True):
 def gains(
     problem: Problem, result: Result, solver: str = "auto", time_limit_s: float | None = None
 ) -> tuple[Gain, ...]:
-    """What one more Gbit/s on each level, one more GiB per device and twice the devices would buy
-    over ``result``."""
+    """What one more Gbit/s on each level, twice the bandwidth to the hosts' memory (where it is
+    waited for), one more GiB per device and twice the devices would buy over ``result``."""
     before = result.objective_s
     if before is None:
         raise InputError("nothing was planned to compare with: make the problem feasible first")
     found: list[Gain] = []
-    for change, asked in _changes(problem):
-        problem.report(change, len(found) / 4)
+    copies = result.plan is not None and result.plan.prediction.copies_s > 0
+    changes = _changes(problem, copies=copies)
+    for change, asked in changes:
+        problem.report(change, len(found) / len(changes))
         if isinstance(asked, str):
             gain = Gain(change=change, before_s=before, after_s=None, method="", reason=asked)
         else:
@@ -127,8 +129,9 @@ def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) ->
     return gains(asked, unchanged, solver, time_limit_s)
 
 
-def _changes(problem: Problem) -> list[tuple[str, Problem | str]]:
-    """The questions, or why one cannot be asked; levels that no two ranks use are left out."""
+def _changes(problem: Problem, *, copies: bool) -> list[tuple[str, Problem | str]]:
+    """The questions, or why one cannot be asked; levels that no two ranks use are left out.
+    ``copies``: the step waits for copies to the hosts' memory."""
     cluster = problem.cluster
     shared = any(len(node.devices) > 1 for node in cluster.nodes)
     several = {"inter": len(cluster.nodes) > 1, "intra": shared}
@@ -137,6 +140,9 @@ def _changes(problem: Problem) -> list[tuple[str, Problem | str]]:
         if several[level.name]:
             wider = replace(problem, cluster=with_bandwidth(cluster, level.name, GBIT_BYTES))
             found.append((f"one more Gbit/s on {level.name} links", wider))
+    if copies:
+        wider = replace(problem, cluster=with_host_bandwidth(cluster, 2.0))
+        found.append(("twice the bandwidth to the host's memory", wider))
     found.append(("one more GiB of memory on every device", _with_memory(problem, GIB)))
     twice = 2 * cluster.world_size
     change = f"{twice} devices for {cluster.world_size}"
@@ -246,6 +252,25 @@ def with_rates(cluster: Cluster, name: LevelName, changed: Callable[[float], flo
     return msgspec.structs.replace(cluster, levels=levels, pair_bytes_per_s=pairs)
 
 
+def with_host_bandwidth(cluster: Cluster, times: float) -> Cluster:
+    """The cluster whose devices have so many times the bandwidth to their host's memory, where that
+    is known."""
+
+    def changed(device: Device) -> Device:
+        rate = device.host_bytes_per_s
+        return msgspec.structs.replace(device, host_bytes_per_s=rate and times * rate)
+
+    return _with_devices(cluster, changed)
+
+
+def _with_devices(cluster: Cluster, changed: Callable[[Device], Device]) -> Cluster:
+    nodes = tuple(
+        msgspec.structs.replace(node, devices=tuple(map(changed, node.devices)))
+        for node in cluster.nodes
+    )
+    return msgspec.structs.replace(cluster, nodes=nodes)
+
+
 def _shrunk(curve: CollectiveCurve, share: float) -> CollectiveCurve:
     # A faster link moves the bytes sooner; it does not answer sooner. So only what a measurement
     # took beyond the latency shrinks.
@@ -264,17 +289,11 @@ def _with_memory(problem: Problem, more_bytes: int) -> Problem:
     if limit is not None:
         goal = msgspec.structs.replace(problem.goal, memory_limit_bytes=limit + more_bytes)
         return replace(problem, goal=goal)
-    nodes = tuple(
-        msgspec.structs.replace(
-            node,
-            devices=tuple(
-                msgspec.structs.replace(d, memory_bytes=d.memory_bytes + more_bytes)
-                for d in node.devices
-            ),
-        )
-        for node in problem.cluster.nodes
-    )
-    return replace(problem, cluster=msgspec.structs.replace(problem.cluster, nodes=nodes))
+
+    def larger(device: Device) -> Device:
+        return msgspec.structs.replace(device, memory_bytes=device.memory_bytes + more_bytes)
+
+    return replace(problem, cluster=_with_devices(problem.cluster, larger))
 
 
 def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:

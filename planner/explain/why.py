@@ -44,7 +44,7 @@ from ..simulate.events import gaps
 from ..simulate.schedule import COMPUTE
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
 from ..solve.heuristic.space import OptionSpace, ScoredDecisions
-from .what_if import Gain, with_bandwidth
+from .what_if import Gain, with_bandwidth, with_host_bandwidth
 
 # Limits may be overdrawn by this much: sums of floats differ by their order.
 ROUNDING = 1 + 1e-9
@@ -126,6 +126,7 @@ class DeviceTime(Record, frozen=True, kw_only=True):
     ``slowing_s``   computing beside communication, where each slows the other
     ``waiting_s``   redistribution, collectives inside units, exposed gradient exchange
     ``host_s``      GPUs that wait for their hosts to issue work
+    ``copies_s``    copies to the hosts' memory and back
     """
 
     used_s: Seconds
@@ -136,6 +137,7 @@ class DeviceTime(Record, frozen=True, kw_only=True):
     slowing_s: float
     waiting_s: float
     host_s: float = 0.0
+    copies_s: Seconds = 0.0
 
     @property
     def amplification(self) -> float:
@@ -184,7 +186,8 @@ class Explanation(Record, frozen=True, kw_only=True):
     without one), ``device_time`` what its device-seconds are made of. Where hosts train apart
     ``host_step_s`` is the step that one makes by itself: the units, their alternatives and the term
     are of that, all else of the whole plan. ``waiting_s`` is the prediction's: for so long a median
-    rank waits for the slowest, which is no part of ``exposed``."""
+    rank waits for the slowest, which is no part of ``exposed``. So is ``copies_s``: a rank waits so
+    long for copies to its host's memory and back, which is a part of computing."""
 
     step_s: Seconds
     slowed_s: Seconds
@@ -203,6 +206,7 @@ class Explanation(Record, frozen=True, kw_only=True):
     gains: tuple[Gain, ...] = ()
     host_step_s: Seconds | None = None
     waiting_s: Seconds = 0.0
+    copies_s: Seconds = 0.0
 
 
 def explain(
@@ -247,6 +251,7 @@ def explain(
         units=tuple(units),
         device_time=device_time(done),
         waiting_s=done.prediction.waiting_s,
+        copies_s=done.prediction.copies_s,
     )
 
 
@@ -276,13 +281,25 @@ class HostsWait(NamedTuple):
     faster_s: float
 
 
+class HostCopies(NamedTuple):
+    """How long a step waits for copies to the host's memory and back (a part of what it computes),
+    the whole step with twice the bandwidth there (``faster_s``), and the policies that copy.
+    ``limited``: a limit on memory was asked for."""
+
+    copies_s: float
+    faster_s: float
+    policies: tuple[str, ...]
+    limited: bool
+
+
 class StepBottleneck(NamedTuple):
     """The largest part of a step of ``step_s``, and what would shorten it with the same decisions.
     ``link`` is where most of the communication that the rank waits for goes over, and ``faster_s``
     the step with twice its bandwidth; None where nothing is waited for. ``recompute_s`` is
     computing that is done again for lack of memory. ``may_round`` says that gradients could
     travel in fewer bytes and it was not allowed. ``hosts`` is of plans with local steps.
-    ``on_slowest``: ``part_s`` is of the slowest rank, for which others mostly wait."""
+    ``on_slowest``: ``part_s`` is of the slowest rank, for which others mostly wait. ``copies`` is
+    of plans that copy to the host's memory."""
 
     part: Part
     part_s: float
@@ -294,11 +311,12 @@ class StepBottleneck(NamedTuple):
     hosts: HostsWait | None = None
     on_slowest: bool = False
     host_s: float = 0.0
+    copies: HostCopies | None = None
 
 
 def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottleneck:
     """What bounds ``plan``, made from ``profile`` and ``cluster``. Nothing is searched: the plan is
-    simulated as it is, and once more with the faster link."""
+    simulated as it is, and once more with each faster link."""
     model, decisions = CostModel.of_plan(plan, profile, cluster), decisions_of(plan)
     done = evaluation(model, decisions, schedule=plan.schedule)
     part, part_s, on_slowest = largest_part(done)
@@ -307,6 +325,7 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
         part, part_s, done.prediction.step_s, sum(recomputed) * plan.micro_batches,
         may_round=not plan.goal.allow_lossy and model.wire_share("bf16") < 1,
         on_slowest=on_slowest, host_s=done.prediction.host_s,
+        copies=_copies(plan, profile, cluster, done),
     )  # fmt: skip
     waited: dict[LevelName, float] = {}
     for link, seconds in _waited(done):
@@ -317,6 +336,19 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
     faster = with_bandwidth(cluster, level.name, level.bytes_per_s)
     after = evaluation(CostModel.of_plan(plan, profile, faster), decisions, schedule=plan.schedule)
     return found._replace(link=level.name, faster_s=after.prediction.step_s)
+
+
+def _copies(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, done: Evaluation
+) -> HostCopies | None:
+    copies_s = done.prediction.copies_s
+    if not copies_s:
+        return None
+    model = CostModel.of_plan(plan, profile, with_host_bandwidth(cluster, 2.0))
+    faster_s = evaluation(model, done.decisions, schedule=plan.schedule).prediction.step_s
+    used = {policy for unit in plan.units for policy in (unit.memory, unit.feedback)}
+    policies = tuple(name for name in ("offload", "host_mirror") if name in used)
+    return HostCopies(copies_s, faster_s, policies, plan.goal.memory_limit_bytes is not None)
 
 
 def _waited(done: Evaluation) -> Iterator[tuple[LevelName, float]]:
@@ -502,6 +534,8 @@ def device_time(done: Evaluation) -> DeviceTime:
         if option.memory == "recompute" and not option.segment:
             own_s[k] += model.rerun_s(k)
     executor_s = sum(sizes[k] * model.micro_batches * own_s[k] for k in units)
+    copied = (sizes[k] * model.unit(k, option).copies_s for k, option in enumerate(decisions))
+    copies_s = model.micro_batches * sum(copied)
     updates_s = sum(sizes[k] * model.unit(k, decisions[k]).update_s for k in units)
     # One device has no executor and nothing to wait for.
     single_device_s = single_device_batch_s(model)
@@ -517,12 +551,13 @@ def device_time(done: Evaluation) -> DeviceTime:
     return DeviceTime(
         used_s=done.prediction.gpu_seconds,
         single_device_s=single_device_s,
-        shares_s=computing_s - executor_s - updates_s - (single_device_s - once_s),
+        shares_s=computing_s - executor_s - copies_s - updates_s - (single_device_s - once_s),
         updates_s=updates_s - once_s,
         executor_s=executor_s,
         slowing_s=slowing_s,
         waiting_s=done.prediction.gpu_seconds - computing_s - slowing_s - starved_s,
         host_s=starved_s,
+        copies_s=copies_s,
     )
 
 

@@ -174,7 +174,8 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     ``waiting_s`` is how much longer the slowest rank computes than a median one, where that is
     known: others wait for it, in ``blocking_s`` or ``exposed_s``. ``host_s`` is the part of
-    ``compute_s`` in which a GPU waits for its host to issue work. The measured step lies between
+    ``compute_s`` in which a GPU waits for its host to issue work, ``copies_s`` that in which copies
+    to the host's memory and back are waited for. The measured step lies between
     ``low_s`` and ``high_s`` nine times in ten (none: not said). ``reserved_bytes`` is what torch's
     allocator reserves of a GPU for them at least, by position (none on CPUs); ``pinned_bytes`` what
     each position takes of its host's pinned memory at most (none: nothing).
@@ -193,6 +194,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     fullest: Moment | None = None
     waiting_s: Seconds = 0.0
     host_s: Seconds = 0.0
+    copies_s: Seconds = 0.0
     low_s: Seconds | None = None
     high_s: Seconds | None = None
     reserved_bytes: tuple[Bytes, ...] = ()

@@ -10,12 +10,13 @@ from math import ceil
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from ..cost.budget import gpu_seconds, idle_s, unit_s
 from ..cost.compute import busiest_samples
 from ..cost.cost import BUCKET_BYTES, CostModel
 from ..cost.ownership import group_samples, position_classes
-from ..cost.step_time import Chain, blocking_s, host_s, hosts_s
+from ..cost.step_time import Chain, Vector, blocking_s, hosts_s
 from ..memory.pinned import pinned_by_position
 from ..memory.reserved import reserved_bytes
 from ..memory.timeline import MemoryPoint, PositionMemory, moment_of, peak_bytes, timeline
@@ -154,11 +155,22 @@ def _simulated(
 
 def issued_s(model: CostModel, decisions: Decisions, chain: Chain) -> float:
     """What the host of the busiest rank issues in a step."""
-    if chain.host_s is None or not any(option.layout.first for option in decisions):
-        return host_s(chain)  # the rank at position 0 takes part in all units
-    layouts, by_unit = [option.layout for option in decisions], hosts_s(chain)
+    return _on_busiest(model, decisions, hosts_s(chain))
+
+
+def _copies_s(model: CostModel, decisions: Decisions) -> float:
+    """What the busiest rank waits in a step for copies to its host's memory and back."""
+    each = np.array([model.unit(k, option).copies_s for k, option in enumerate(decisions)])
+    return model.micro_batches * _on_busiest(model, decisions, each)
+
+
+def _on_busiest(model: CostModel, decisions: Decisions, each_s: Vector) -> float:
+    """The most that a rank has of what each unit takes."""
+    layouts = [option.layout for option in decisions]
+    if not any(layout.first for layout in layouts):
+        return float(each_s.sum())  # the rank at position 0 takes part in all units
     return max(
-        sum(float(by_unit[k]) for k, y in enumerate(layouts) if group.samples[y] is not None)
+        sum(float(each_s[k]) for k, y in enumerate(layouts) if group.samples[y] is not None)
         for group in position_classes(model.counts, layouts)
     )
 
@@ -209,6 +221,7 @@ def _prediction(
         fullest=max(memory, key=lambda group: group.peak_bytes).fullest(names),
         waiting_s=waiting_s,
         host_s=result.host_s,
+        copies_s=_copies_s(model, decisions),
         low_s=expected.low_s,
         high_s=expected.high_s,
     )

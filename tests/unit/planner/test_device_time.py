@@ -85,5 +85,5 @@ def test_the_parts_add_up(case):
     model, chosen = case
     found = device_time(evaluation(model, chosen))
     parts = found.single_device_s + found.shares_s + found.updates_s + found.executor_s
-    parts += found.slowing_s + found.waiting_s
+    parts += found.slowing_s + found.waiting_s + found.copies_s
     assert parts == pytest.approx(found.used_s, rel=1e-9, abs=1e-12)

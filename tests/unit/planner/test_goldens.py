@@ -458,7 +458,8 @@ def figures(plan):
     # How sure a prediction is changes with what predictions have been seen to miss.
     prediction = made["prediction"]
     # Of GPUs, and of their hosts, only.
-    nothing = {n for n in ("reserved_bytes", "pinned_bytes") if not prediction[n]}
+    rare = ("reserved_bytes", "pinned_bytes", "copies_s")
+    nothing = {n for n in rare if not prediction[n]}
     left_out = {*SURE, *nothing}
     found["prediction"] = {n: v for n, v in prediction.items() if n not in left_out}
     found["baseline"] = {"step_s": made["baseline"]["step_s"]}
