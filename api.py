@@ -580,11 +580,13 @@ def verify(
     Starts the plan's ranks on this machine; see ``executor.launch.verify``. ``dtype`` is what
     parameters and inputs are made into: ``own`` leaves them as the plan's precision has them, while
     ``float64`` shows whether the mathematics are right, whatever rounds. ``batch`` in samples
-    (default: the plan's, at most four for each rank). ``timeout_s`` ends it. Raises ``InputError``.
+    (default: the plan's, at most four for each rank). ``timeout_s`` ends it. Raises ``InputError``,
+    also where all of that is predicted to take more memory than is free here.
     """
     from .executor.launch.processes import check_plan
     from .executor.launch.tasks import Task, run_here
     from .executor.launch.verify import Verification
+    from .executor.launch.verify_room import check_room
 
     check_is(plan, Plan)
     check_plan(plan, plan.world_size)
@@ -604,6 +606,7 @@ def verify(
         )
     if batch is not None and batch < 1:
         raise InputError(f"a batch of {batch} cannot be compared: give at least 1")
+    check_room(plan, dtype, batch)
     task = Task(name="verify", dtype=dtype, batch=batch, timeout_s=timeout_s)
     return run_here(task, Verification, plan)
 

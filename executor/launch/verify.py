@@ -59,6 +59,7 @@ from .steps import (
     wide,
 )
 from .train import loss_of, train_step
+from .verify_room import usual_batch
 from .yardstick import LOSS, STATE, Deviation, deviations
 
 LEARNING_RATE = 0.01
@@ -142,7 +143,7 @@ def verify_on_ranks(
     plan, exact = _sent_exactly(plan)
     notes += exact
     notes += _without_dropout(workload.model)
-    size = batch or min(plan.goal.batch, 4 * plan.world_size * plan.micro_batches)
+    size = batch or usual_batch(plan)
     sizes, told = rank_zero_decides(lambda: _sizes(workload, size, plan))
     notes += told
     computed, note = together(lambda: _computable(workload, dtype, device))
