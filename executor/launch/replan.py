@@ -155,7 +155,9 @@ class RoomForPlan:
 
 def planned_within(limit_bytes: int, before: Plan, after: Plan) -> str:
     """That another plan takes the place of one that did not fit."""
-    return f"planned again within {size(limit_bytes)} {what_changed(before, after)}"
+    # More than the sentence before it calls free: a plan counts what the rank holds already, too.
+    within = f"within {size(limit_bytes)} on a rank, what it holds already among them,"
+    return f"planned again {within} {what_changed(before, after)}"
 
 
 def what_changed(before: Plan, after: Plan) -> str:

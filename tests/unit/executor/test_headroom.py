@@ -9,6 +9,7 @@ import pytest
 import torch
 from meshwright.executor import cgroups, headroom
 from meshwright.executor.headroom import MemoryShortage, divided, free_bytes, overflowed, refusal
+from meshwright.executor.launch.replan import planned_within
 from meshwright.executor.launch.start import cores, memory_bytes
 from meshwright.models.units.storages import OverBudgetError
 from meshwright.planner.schema.errors import NoRoomError
@@ -48,6 +49,14 @@ def test_the_refusal_names_rank_unit_class_and_a_limit_that_fits(plan):
     assert error.limit_bytes == int(0.98 * (needed - 4 * MIB))  # rank 2 has least
     limit = error.limit_bytes // MIB
     assert f"--memory-limit {limit}MiB (memory_limit_bytes={limit} * 2**20)" in str(error)
+
+
+def test_a_new_plan_says_that_its_limit_counts_what_is_held(plan):
+    """More than is free, which the sentence before says."""
+    text = planned_within(3 * 2**29, plan, plan)
+    assert text.startswith(
+        "planned again within 1.50 GiB on a rank, what it holds already among them, for 2 ranks"
+    )
 
 
 FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
