@@ -21,6 +21,9 @@ from .whole import whole_sentences
 
 # A saving below this share of the step is none: solvers stop at a gap, and sums are rounded.
 NEGLIGIBLE = 1e-3
+# A loss up to this share may be the solver's, which has proved nothing; above it is that of fewer
+# devices.
+COSTLY = 0.01
 # What people call the limits of a goal.
 LIMITS = {
     "memory_limit_bytes": "memory",
@@ -242,7 +245,11 @@ def _gains(gains: Sequence[Gain], objective: str, known_by: str) -> Table:
             continue
         share = gain.saved_s / gain.before_s if gain.before_s else 0.0
         saved = f"{100 * share:.1f}%" if share >= NEGLIGIBLE else "nothing"
+        if share < -COSTLY:
+            saved = f"costs {-100 * share:.1f}%"
         times = seconds(gain.before_s), seconds(gain.after_s)
         rows.append((gain.change, *times, saved, gain.method))
     headings = ("", f"{what} now", "then", "saves", "known by")
-    return filled_table(f"What more would buy ({what} {known_by})", headings, rows)
+    return filled_table(
+        f"What more, or fewer devices, would buy ({what} {known_by})", headings, rows
+    )

@@ -90,7 +90,7 @@ def gains(
     problem: Problem, result: Result, solver: str = "auto", time_limit_s: float | None = None
 ) -> tuple[Gain, ...]:
     """What one more Gbit/s on each level, twice the bandwidth to the hosts' memory (where it is
-    waited for), one more GiB per device and twice the devices would buy over ``result``."""
+    waited for), one more GiB per device, half and twice the devices would buy over ``result``."""
     before = result.objective_s
     if before is None:
         raise InputError("nothing was planned to compare with: make the problem feasible first")
@@ -144,6 +144,7 @@ def _changes(problem: Problem, *, copies: bool) -> list[tuple[str, Problem | str
         wider = replace(problem, cluster=with_host_bandwidth(cluster, 2.0))
         found.append(("twice the bandwidth to the host's memory", wider))
     found.append(("one more GiB of memory on every device", _with_memory(problem, GIB)))
+    found += _half(problem)
     twice = 2 * cluster.world_size
     change = f"{twice} devices for {cluster.world_size}"
     if cluster.level("inter") is None:
@@ -152,6 +153,18 @@ def _changes(problem: Problem, *, copies: bool) -> list[tuple[str, Problem | str
         larger = resized_problem(problem, twice)
         found.append((change, larger.uncut or larger))
     return found
+
+
+def _half(problem: Problem) -> list[tuple[str, Problem | str]]:
+    """The question of half of the devices: whole nodes or a part of one, all being alike."""
+    cluster = problem.cluster
+    each, half = len(cluster.nodes[0].devices), cluster.world_size // 2
+    # Of unequal nodes a half is not known to be like the first.
+    alike = all(node.devices == cluster.nodes[0].devices for node in cluster.nodes)
+    if not alike or cluster.world_size % 2 or (half > each and half % each):
+        return []
+    smaller = resized_problem(problem, half)
+    return [(f"{half} devices for {cluster.world_size}", smaller.uncut or smaller)]
 
 
 def _pinned(problem: Problem) -> str:

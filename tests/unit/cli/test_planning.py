@@ -297,6 +297,7 @@ def test_explain_says_what_binds_and_what_more_would_buy(meshwright, plan_file):
     words = " ".join(done.out.split())
     assert "one more Gbit/s on inter links" in words
     assert "16 devices for 8" in words
+    assert "4 devices for 8" in words
     assert "planned again" in words
     assert "duals" not in words
     assert "ends with the gradients of the units up to" in words
@@ -536,6 +537,13 @@ def test_no_plan_is_known_to_be_none_though_there_is_a_reason():
     unasked = Gain(change="8 devices for 4", before_s=1.0, after_s=None, method="", reason="no")
     then = list(_gains((asked, unasked), "step", "known").columns[2].cells)
     assert then == ["no plan found", "not known"]
+
+
+def test_what_fewer_devices_cost_is_said():
+    less = Gain(change="4 devices for 8", before_s=1.0, after_s=1.5)
+    same = Gain(change="4 devices for 8", before_s=1.0, after_s=1.005)
+    shown = list(_gains((less, same), "step", "known").columns[3].cells)
+    assert shown == ["costs 50.0%", "nothing"]
 
 
 def test_less_than_a_sample_in_a_second_is_no_zero():

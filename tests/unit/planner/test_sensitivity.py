@@ -11,6 +11,7 @@ from meshwright.planner.cost.placement import order_cost, place
 from meshwright.planner.explain.curves import what_if_curves
 from meshwright.planner.explain.front import cheapest_within, front, within
 from meshwright.planner.explain.what_if import (
+    _half,
     gains,
     gains_of,
     quicker_on_fewer,
@@ -48,10 +49,34 @@ def problem():
 def test_gains_name_every_level_memory_and_devices_and_never_lose(problem):
     result = solve(problem, "lagrangian")
     found = gains(problem, result, "lagrangian")
-    assert len(found) == len(problem.cluster.levels) + 2
-    assert [g.change for g in found][-1] == "8 devices for 4"
-    assert all(g.after_s <= g.before_s * 1.01 for g in found)
+    assert len(found) == len(problem.cluster.levels) + 3
+    less, more = found[-2:]
+    assert (less.change, more.change) == ("2 devices for 4", "8 devices for 4")
+    assert all(g.after_s <= g.before_s * 1.01 for g in found if g is not less)
     assert all(g.method == "planned again" for g in found)
+
+
+def test_half_of_the_devices_are_planned_for_as_a_cluster_of_that_size(problem):
+    result = solve(problem, "lagrangian")
+    less = next(g for g in gains(problem, result, "lagrangian") if g.change == "2 devices for 4")
+    (size,) = sizes(problem, (2,), "lagrangian").rows
+    assert less.after_s == size.objective_s
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each", "asked"), [(2, 1, True), (1, 4, True), (3, 2, False), (1, 1, False)]
+)
+def test_half_of_the_devices_are_whole_nodes_or_a_part_of_one(problem, nodes, each, asked):
+    there = replace(problem, cluster=cluster(nodes, each))
+    assert bool(_half(there)) == asked
+
+
+def test_half_of_unequal_nodes_is_not_asked_about(problem):
+    first, second = problem.cluster.nodes
+    devices = tuple(msgspec.structs.replace(d, memory_bytes=2**20) for d in second.devices)
+    nodes = (first, msgspec.structs.replace(second, devices=devices))
+    there = msgspec.structs.replace(problem.cluster, nodes=nodes)
+    assert _half(replace(problem, cluster=there)) == []
 
 
 def test_sizes_plan_every_cluster_and_keep_the_batch(problem):
