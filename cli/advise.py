@@ -24,6 +24,7 @@ from .render.advice import (
     spoken,
     told_ways,
     ways_table,
+    why_sentences,
 )
 from .render.documents import device_sentences
 from .values import amount_text, given_options, profiles_of, speeds
@@ -75,7 +76,7 @@ def advise(
     words = [advice_sentence(found), *gain_sentences(found), *slow_sentences(found)]
     if isinstance(what, ModelProfile):
         words += device_sentences(what, there)
-    deliver(found, out_, json, ways_table(found), *words)
+    deliver(found, out_, json, ways_table(found), *why_sentences(found), *words)
     if not json:
         for way in told_ways(found):
             if way.options is not None:

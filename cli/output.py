@@ -1,7 +1,9 @@
 """Where the results of all verbs go."""
 
 import os
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -9,6 +11,10 @@ from rich.console import RenderableType
 from ..executor.launch.progress import console
 from ..planner.schema.errors import InputError
 from ..planner.schema.record import Record, encode, save
+
+# Between a number and its unit no line ends.
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMG]iB|B|s|ms|µs|ns|[GM]bit/s)\b)")
+_UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 def check_out(path: Path | None) -> None:
@@ -44,6 +50,16 @@ def show(record: Record, path: Path | None, json: bool, *parts: RenderableType) 
     # Console and not print: tables fit themselves to the width of the terminal.
     screen = console()
     for part in parts:
-        screen.print(part)
+        screen.print(in_lines(part, screen.width) if isinstance(part, str) else part)
     if path is not None:
         screen.print(f"written to {path}")
+
+
+def in_lines(text: str, width: int) -> str:
+    """A text in lines of that width, none of which ends between a number and its unit."""
+    joined = _BEFORE_UNIT.sub(_UNBROKEN, text)
+    lines = (
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        for line in joined.split("\n")
+    )
+    return "\n".join(lines).replace(_UNBROKEN, " ")

@@ -24,7 +24,8 @@ _SPOKEN = {
 
 
 def ways_table(found: Advice) -> Table:
-    """A line for each way; what ``plan`` has to be told besides is in the last column."""
+    """A line for each way; what ``plan`` has to be told besides is in the last column. Why some
+    cannot be had is said below (``why_sentences``), where there is room for it."""
     table = empty_table(
         f"Ways to train {found.target}, as predicted",
         ("way", "changes in the training", "ranks", "samples/s", "step", "gain", "plan with"),
@@ -39,10 +40,19 @@ def ways_table(found: Advice) -> Table:
 def _figures(way: Way) -> tuple[str, ...]:
     options = "(no plan needed)" if way.options is None else " ".join(way.options)
     if way.step_s is None or way.samples_per_s is None:
-        return "-", "-", "-", f"cannot be had: {way.why}"
+        return "-", "-", "-", "(cannot be had)"
     speed = QUANTITIES["samples_per_s"][1](way.samples_per_s)
     gain = "" if way.gain is None else f"{way.gain:.2f}"
     return speed, seconds(way.step_s), gain, options
+
+
+def why_sentences(found: Advice) -> list[str]:
+    """Why some of the ways cannot be had; those with the same reason together."""
+    ways: dict[str, list[str]] = {}
+    for way in found.ways:
+        if way.step_s is None:
+            ways.setdefault(way.why, []).append(way.name)
+    return [f"Cannot be had ({', '.join(names)}): {why}." for why, names in ways.items()]
 
 
 def advice_sentence(found: Advice) -> str:

@@ -63,6 +63,7 @@ def explanation_tables(
         together = found.host_step_s is None
         known_by = "by the formula" if together else "as simulated"
         parts.append(_gains(found.gains, objective, known_by))
+        parts += [f"{gain.change}: {gain.reason}." for gain in found.gains if gain.reason]
         if together and objective == "time":
             parts.append(
                 f"Plans are searched by the formula, and the step that a plan predicts "
@@ -240,8 +241,7 @@ def _gains(gains: Sequence[Gain], objective: str, known_by: str) -> Table:
     for gain in gains:
         if gain.after_s is None:
             then = "no plan found" if gain.method else "not known"
-            method = gain.reason or gain.method
-            rows.append((gain.change, seconds(gain.before_s), then, "", method))
+            rows.append((gain.change, seconds(gain.before_s), then, "", gain.method))
             continue
         share = gain.saved_s / gain.before_s if gain.before_s else 0.0
         saved = f"{100 * share:.1f}%" if share >= NEGLIGIBLE else "nothing"

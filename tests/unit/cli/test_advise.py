@@ -8,7 +8,14 @@ import shlex
 
 import msgspec
 import pytest
-from meshwright.cli.render.advice import advice_sentence, gain_sentences, spoken, told_ways
+from meshwright.cli.render.advice import (
+    advice_sentence,
+    gain_sentences,
+    spoken,
+    told_ways,
+    ways_table,
+    why_sentences,
+)
 from meshwright.planner.explain.advice import Advice, Way
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
@@ -60,6 +67,20 @@ def test_the_ways_it_tells_of_have_whole_commands(meshwright, tmp_path):
         made = meshwright(*shlex.split(command))
         assert made.code == 0, made.err
         assert load(Plan, tmp_path / "plan.json").prediction.step_s == pytest.approx(way.step_s)
+
+
+def test_why_a_way_cannot_be_had_is_said_below_the_table():
+    lacks = "rank 0 lacks memory at unit 'fc': it needs 1.45 GiB and 1.00 GiB are there"
+    ways = [way("one host", why=lacks), way("one device", why=lacks), way("exact plan", step_s=1.0)]
+    found = Advice(target="m", batch=8, ranks=2, compute_s=1.0, exchange_s=1.0, ways=tuple(ways))
+    assert list(ways_table(found).columns[-1].cells)[:2] == ["(cannot be had)"] * 2
+    assert why_sentences(found) == [f"Cannot be had (one host, one device): {lacks}."]
+
+
+def way(name, **known):
+    if "step_s" in known:
+        known["samples_per_s"] = 8 / known["step_s"]
+    return Way(name=name, changes="nothing", ranks=2, batch=8, **known)
 
 
 def test_commands_leave_out_what_a_way_has_itself(meshwright, tmp_path):
