@@ -96,7 +96,14 @@ def _command(context: typer.Context, way: Way) -> str:
             value = context.params[name]
             several = value if isinstance(value, list) else [value]
             words += [word for one in several for word in (option(name), _text(name, one))]
-    return shlex.join([*words, *own, "-o", "plan.json"])
+    return shlex.join([*words, *own, "-o", _file_of(way)])
+
+
+def _file_of(way: Way) -> str:
+    """A file of its own, so that the commands of several ways may be run one after the other."""
+    # plan-exact.json and not plan-exact-plan.json.
+    words = [word for word in way.name.split() if word not in ("plan", "with", "for")]
+    return f"plan-{'-'.join(words)}.json"
 
 
 def _text(name: str, value: object) -> str:
