@@ -209,13 +209,32 @@ def refusal(plan: Plan, short: Sequence[MemoryShortage]) -> NoRoomError:
     fits = min(one.peak_bytes - (one.needed_bytes - one.free_bytes) for one in short)
     limit = max(int((1 - _LESS) * fits), MIB)
     first = short[0]
+    less = f"--memory-limit {limit // MIB}MiB (memory_limit_bytes={limit // MIB} * 2**20)"
+    count = _micro_batches_that_fit(plan, short)
+    if count is not None:
+        # First what costs little time: within a limit a plan may take many times as long.
+        less = f"--micro-batches {count} (micro_batches=({count},)) or, at more time, {less}"
     return NoRoomError(
         f"rank {first.rank} has {_mib(first.free_bytes)} of memory free and needs "
         f"{_mib(first.needed_bytes)} for the plan besides what it has{most}",
-        f"free some, plan with --memory-limit {limit // MIB}MiB "
-        f"(memory_limit_bytes={limit // MIB} * 2**20), or set {SWITCH}=0",
+        f"free some, plan with {less}, or set {SWITCH}=0",
         limit,
     )
+
+
+def _micro_batches_that_fit(plan: Plan, short: Sequence[MemoryShortage]) -> int | None:
+    """The fewest micro-batches, by doubling, in which the plan's feature maps leave as much room as
+    is missing; None where none do."""
+    moment = plan.prediction.fullest
+    if moment is None:
+        return None
+    missing = max(one.needed_bytes - one.free_bytes for one in short)
+    maps, count = moment.feature_maps + moment.map_gradients, 2 * plan.micro_batches
+    while count * plan.world_size <= plan.goal.batch:
+        if maps * (1 - plan.micro_batches / count) >= missing:
+            return count
+        count *= 2
+    return None
 
 
 def overflowed(error: BaseException) -> bool:

@@ -1,5 +1,7 @@
 """The ways to train a model on a cluster, the quickest first, and one sentence on top of them."""
 
+from itertools import islice
+
 from rich.table import Table
 
 from ...planner.explain.advice import Advice, Changes, Way
@@ -14,6 +16,8 @@ CHANGES: dict[Changes, str] = {
     "batch": "the samples in a step",
     "algorithm": "the algorithm",
 }
+# A way that reaches this share of another's gain is about as good.
+AS_GOOD = 0.95
 # Ways without a plan, as a sentence speaks of them; the others have an article.
 _SPOKEN = {
     "data parallel (DDP)": "data parallelism as DDP does it",
@@ -80,14 +84,23 @@ def advice_sentence(found: Advice) -> str:
 
 def told_ways(found: Advice) -> list[Way]:
     """The ways that the sentence on top tells of: the quickest that changes nothing, the quickest
-    that keeps the algorithm, the quickest of all; none where no way fits that changes nothing."""
+    that rounds where that is about as good as another change, the quickest that keeps the
+    algorithm, the quickest of all; none where no way fits that changes nothing."""
     had = [way for way in found.ways if way.gain is not None]
     exact = next((way for way in had if way.changes == "nothing"), None)
     if exact is None:
         return []
     # Local steps are the last resort, whatever they reach.
     best = next(way for way in had if way.changes != "algorithm")
-    return list(dict.fromkeys((exact, best, had[0])))
+    rounds = (way for way in had if way.changes == "rounding")
+    as_good = (
+        way for way in rounds if _about_as_good(way, best) and not _about_as_good(exact, way)
+    )
+    return list(dict.fromkeys((exact, *islice(as_good, 1), best, had[0])))
+
+
+def _about_as_good(way: Way, other: Way) -> bool:
+    return (way.gain or 0.0) >= AS_GOOD * (other.gain or 0.0)
 
 
 def gain_sentences(found: Advice) -> list[str]:

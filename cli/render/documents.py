@@ -147,12 +147,19 @@ def _bound_by_part(found: StepBottleneck) -> str:
         blocking = found.part == "blocking"
         what = f"{'blocking communication' if blocking else 'gradient exchange'} {where}"
         advice = [f"twice the bandwidth {saves}"]
-        advice += (
-            [] if blocking else ["or try --allow-lossy" if found.may_round else "or raise --batch"]
-        )
+        advice += [] if blocking else [_less_exchange(found)]
     slowest = " on the slowest rank, for which the others wait" * found.on_slowest
     part = f"{seconds(found.part_s)} of {seconds(found.step_s)}{slowest}"
     return f"Bound by {what} ({part}): {', '.join(advice)}."
+
+
+def _less_exchange(found: StepBottleneck) -> str:
+    """What makes the exchange of gradients a smaller part of training."""
+    if found.may_round:
+        return "or try --allow-lossy"
+    # Micro-batches hold no more feature maps at a time, however many there are.
+    more = ", in more --micro-batches as memory is full" * found.full
+    return f"or raise --batch{more}"
 
 
 def _saves(found: StepBottleneck, then_s: float) -> str:

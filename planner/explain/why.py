@@ -43,12 +43,15 @@ from ..schema.record import Bytes, Count, Index, Record, Seconds
 from ..simulate.events import gaps
 from ..simulate.schedule import COMPUTE
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
+from ..solve.heuristic.checkpointing import limited_by_memory
 from ..solve.heuristic.space import OptionSpace, ScoredDecisions
 from .what_if import Gain, with_bandwidth, with_host_bandwidth
 
 # Limits may be overdrawn by this much: sums of floats differ by their order.
 ROUNDING = 1 + 1e-9
 
+# The share of memory above which there is no room for a larger batch.
+FULL = 0.9
 # Units, times the units that each simulation of one's alternatives goes through.
 MOST_SIMULATED = 20_000
 
@@ -299,7 +302,7 @@ class StepBottleneck(NamedTuple):
     computing that is done again for lack of memory. ``may_round`` says that gradients could
     travel in fewer bytes and it was not allowed. ``hosts`` is of plans with local steps.
     ``on_slowest``: ``part_s`` is of the slowest rank, for which others mostly wait. ``copies`` is
-    of plans that copy to the host's memory."""
+    of plans that copy to the host's memory. ``full``: memory has no room for a larger batch."""
 
     part: Part
     part_s: float
@@ -312,6 +315,7 @@ class StepBottleneck(NamedTuple):
     on_slowest: bool = False
     host_s: float = 0.0
     copies: HostCopies | None = None
+    full: bool = False
 
 
 def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottleneck:
@@ -325,7 +329,7 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
         part, part_s, done.prediction.step_s, sum(recomputed) * plan.micro_batches,
         may_round=not plan.goal.allow_lossy and model.wire_share("bf16") < 1,
         on_slowest=on_slowest, host_s=done.prediction.host_s,
-        copies=_copies(plan, profile, cluster, done),
+        copies=_copies(plan, profile, cluster, done), full=_full(plan, done),
     )  # fmt: skip
     waited: dict[LevelName, float] = {}
     for link, seconds in _waited(done):
@@ -336,6 +340,12 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
     faster = with_bandwidth(cluster, level.name, level.bytes_per_s)
     after = evaluation(CostModel.of_plan(plan, profile, faster), decisions, schedule=plan.schedule)
     return found._replace(link=level.name, faster_s=after.prediction.step_s)
+
+
+def _full(plan: Plan, done: Evaluation) -> bool:
+    """Whether feature maps of more samples would not fit as the plan keeps them."""
+    tight = excess(done.model, done.memory)
+    return limited_by_memory(plan) or tight.needed_bytes > FULL * tight.available_bytes
 
 
 def _copies(

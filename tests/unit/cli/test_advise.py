@@ -81,10 +81,25 @@ def test_why_a_way_cannot_be_had_is_said_below_the_table():
     assert why_sentences(found) == [f"Cannot be had (one host, one device): {lacks}."]
 
 
-def way(name, **known):
+def test_rounding_is_told_of_where_it_is_about_as_good_as_a_larger_batch():
+    """It has a command then, and changes less."""
+    exact, batch = way("exact plan", gain=1.0), way("plan for twice the batch", "batch", gain=2.0)
+    for gain, told in ((1.95, True), (1.8, False)):
+        rounds = way("plan with bfloat16 gradients", "rounding", gain=gain)
+        found = Advice(
+            target="m", batch=8, ranks=2, compute_s=1.0, exchange_s=1.0,
+            ways=(batch, rounds, exact),
+        )  # fmt: skip
+        assert told_ways(found) == [exact, *([rounds] if told else []), batch]
+    # Where nothing has to change for that, nothing does.
+    found = msgspec.structs.replace(found, ways=(batch, rounds, way("exact plan", gain=1.78)))
+    assert rounds not in told_ways(found)
+
+
+def way(name, changes="nothing", **known):
     if "step_s" in known:
         known["samples_per_s"] = 8 / known["step_s"]
-    return Way(name=name, changes="nothing", ranks=2, batch=8, **known)
+    return Way(name=name, changes=changes, ranks=2, batch=8, **known)
 
 
 def test_commands_leave_out_what_a_way_has_itself(meshwright, tmp_path):

@@ -51,6 +51,19 @@ def test_the_refusal_names_rank_unit_class_and_a_limit_that_fits(plan):
     assert f"--memory-limit {limit}MiB (memory_limit_bytes={limit} * 2**20)" in str(error)
 
 
+def test_micro_batches_come_before_a_limit_where_they_make_enough_room(plan):
+    """Of the plan's maps half are gone in two micro-batches, seven eighths in eight."""
+    maps = plan.prediction.fullest.feature_maps + plan.prediction.fullest.map_gradients
+    needed = max(plan.prediction.peak_bytes)
+    for missing, count in ((maps // 2, 2), (maps // 2 + 1, 4), (maps * 7 // 8, 8)):
+        text = str(refusal(plan, [MemoryShortage(0, needed, needed - missing, needed)]))
+        option = f"plan with --micro-batches {count} (micro_batches=({count},)) or, at more time, "
+        assert option + "--memory-limit " in text
+    # Of 8 samples on each rank there are no more than 8 micro-batches.
+    text = str(refusal(plan, [MemoryShortage(0, needed, needed - maps * 7 // 8 - 1, needed)]))
+    assert "free some, plan with --memory-limit " in text
+
+
 def test_a_new_plan_says_that_its_limit_counts_what_is_held(plan):
     """More than is free, which the sentence before says."""
     text = planned_within(3 * 2**29, plan, plan)

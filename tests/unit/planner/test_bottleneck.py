@@ -58,6 +58,21 @@ def test_rounding_is_named_where_it_saves_bytes_and_was_not_allowed(profile):
     assert bound_sentence(bottleneck(plan, half, links)).endswith(", or raise --batch.")
 
 
+def test_a_larger_batch_takes_micro_batches_where_memory_is_full(profile):
+    links = cluster(1)
+    plan = make_plan(profile, links, Goal(batch=256, allow_lossy=True, min_fidelity=0.9))
+    peak = max(plan.prediction.peak_bytes)
+    for limit, full in ((2 * peak, False), (int(1.05 * peak), True)):
+        goal = msgspec.structs.replace(plan.goal, memory_limit_bytes=limit)
+        found = bottleneck(msgspec.structs.replace(plan, goal=goal), profile, links)
+        assert found.full == full
+        more = ", in more --micro-batches as memory is full" if full else ""
+        assert bound_sentence(found).endswith(f"or raise --batch{more}.")
+    # What was recomputed or offloaded to fit is not there to be had twice, however much is left.
+    saving = tuple(msgspec.structs.replace(unit, memory="recompute") for unit in plan.units)
+    assert bottleneck(msgspec.structs.replace(plan, units=saving), profile, links).full
+
+
 def test_a_fast_link_leaves_computing(profile):
     links = cluster(10_000)
     plan = make_plan(profile, links, Goal(batch=512))
