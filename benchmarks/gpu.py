@@ -197,7 +197,8 @@ def report(rows: Sequence[Row], page: Path | None) -> None:
 def main() -> None:
     parser = command_line(__doc__)
     every = ON_GPUS if here().type == "cuda" else ON_CPUS
-    parser.add_argument("--models", nargs="+", default=[model.name for model in every])
+    parser.add_argument("--models", nargs="+", default=[model.name for model in every],
+                        help="of the models that are measured on such a device")  # fmt: skip
     parser.add_argument("--turns", type=int, default=TURNS, help="of profiling and training")
     parser.add_argument("--keep", type=Path, help="a file of rows (JSON lines), to go on from")
     parser.add_argument("--markdown", type=Path, help="puts the table into that page")

@@ -77,7 +77,8 @@ def row_of(names: tuple[str, str], device: torch.device, steps: int) -> dict[str
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = command_line(__doc__)
-    parser.add_argument("--models", nargs=2, default=ON_GPUS if on_gpu else ON_CPUS)
+    parser.add_argument("--models", nargs=2, default=ON_GPUS if on_gpu else ON_CPUS,
+                        help="reference workloads: the run, the background job")  # fmt: skip
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--markdown", type=Path, help="puts the table into that page")
     asked = parser.parse_args()

@@ -109,7 +109,8 @@ def report(rows: Sequence[dict[str, Any]], page: Path | None) -> None:
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = command_line(__doc__)
-    parser.add_argument("--models", nargs="+", default=ON_GPUS if on_gpu else ON_CPUS)
+    parser.add_argument("--models", nargs="+", default=ON_GPUS if on_gpu else ON_CPUS,
+                        help="reference workloads, such as vgg16")  # fmt: skip
     parser.add_argument("--budget", type=int, help="of each rank, in MiB",
                         default=BUDGET_MIB if on_gpu else CPU_BUDGET_MIB)  # fmt: skip
     parser.add_argument("--markdown", type=Path, help="puts the table into that page")

@@ -111,7 +111,8 @@ def joined_on_a_device() -> bool:
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = command_line(__doc__)
-    parser.add_argument("--models", nargs="+", default=tuple(BATCHES) if on_gpu else ON_CPUS)
+    parser.add_argument("--models", nargs="+", default=tuple(BATCHES) if on_gpu else ON_CPUS,
+                        help="reference workloads of which a batch is known here")  # fmt: skip
     parser.add_argument("--markdown", type=Path, help="puts the table into that page")
     asked = parser.parse_args()
     if not joined_on_a_device():

@@ -187,8 +187,8 @@ def describe_cluster(
     if nodes * devices_per_node > 1 and inter_gbit_s is None and intra_gbyte_s is None:
         raise InputError(
             f"the cluster of {nodes * devices_per_node} devices has no links: give inter_gbit_s "
-            f"({option('inter_gbit_s')}, between hosts), intra_gbyte_s "
-            f"({option('intra_gbyte_s')}, inside a host), or both"
+            f"({_EXAMPLES['inter_gbit_s']}) between hosts, intra_gbyte_s "
+            f"({_EXAMPLES['intra_gbyte_s']}) inside a host, or both"
         )
     levels = []
     if devices_per_node > 1:
@@ -250,8 +250,15 @@ def _positive(name: str, value: float) -> None:
         raise InputError(f"{name} is {value}: give a number above zero")
 
 
+_EXAMPLES = {
+    "inter_gbit_s": f"such as {option('inter_gbit_s')} 10",
+    "intra_gbyte_s": f"such as {option('intra_gbyte_s')} 300, NVLink of an A100",
+}
+"""How a bandwidth is stated; an A100's is 600 GB/s both ways together (NVIDIA A100 datasheet)."""
+
+
 def _required(name: str, value: float | None, where: str) -> float:
     if value is None:
-        raise InputError(f"the cluster has no links {where}: give {name} ({option(name)})")
+        raise InputError(f"the cluster has no links {where}: give {name} ({_EXAMPLES[name]})")
     _positive(name, value)
     return value

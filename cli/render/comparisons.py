@@ -72,8 +72,12 @@ SETTINGS = {
     "goal.outer_lr": "outer learning rate",
     "goal.outer_momentum": "outer momentum",
 }
+# What a table says of layouts that it names.
+LAYOUTS = "layout is (groups, members of each)"
 # Of longer lists the beginning and the end are shown.
 LISTED = 8
+# Pins are long, and there may be one for each unit.
+LISTED_PINS = 2
 _NO_VALUE = {
     "goal.memory_limit_bytes": "the device's own",
     "goal.slice_bytes": "not given",
@@ -97,8 +101,9 @@ def _setting(name: str, value: str) -> str:
             words.append(
                 {"True": "yes", "False": "no", "gpu_seconds": "device time"}.get(text, text)
             )
-    if len(words) > LISTED:
-        return f"{', '.join(words[:LISTED])} … {words[-1]} ({len(words)})"
+    most = LISTED_PINS if name == "goal.pins" else LISTED
+    if len(words) > most:
+        return f"{', '.join(words[:most])} … {words[-1]} ({len(words)})"
     return ", ".join(words)
 
 
@@ -126,7 +131,7 @@ def comparison_tables(found: Comparison, first: str, second: str) -> list[Table 
             for u in found.units
         ]
         headings = ("unit", first, second, f"time in {first}", f"time in {second}")
-        parts.append(filled_table("Units decided differently", headings, differing))
+        parts.append(filled_table(f"Units decided differently: {LAYOUTS}", headings, differing))
     else:
         parts.append("All units are decided alike.")
     if not found.same_model:

@@ -16,7 +16,7 @@ from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
 from ...planner.schema.text import expected, gap_text, rate, samples, seconds, size
 from ...planner.solve.local_steps import HIDDEN
-from .comparisons import QUANTITIES
+from .comparisons import LAYOUTS, QUANTITIES
 from .folding import fold_short as folded
 from .folding import unfolded
 from .table import empty_table, names_of
@@ -380,7 +380,7 @@ def decision_table(plan: Plan, *, fold: bool = True) -> Table:
     Code between units that costs nothing is left out of a folded table.
     """
     headings = ("unit", "kind", "parameters", "layout", "style", "forward", "backward", "comm.")
-    table = empty_table("Decisions: layout is (groups, members of each)", headings, left=2)
+    table = empty_table(f"Decisions: {LAYOUTS}", headings, left=2)
     # These have one layout whatever is planned. They matter where their inputs must be moved.
     free = ("input", "output", "glue")
     shown = [u for u in plan.units if not fold or u.kind not in free or _communication(u) > 0]

@@ -14,6 +14,7 @@ from ...planner.explain.why import (
     UnitExplanation,
 )
 from ...planner.schema.text import seconds, size
+from .comparisons import LAYOUTS
 from .folding import fold as folded
 from .folding import unfolded
 from .table import empty_table, filled_table, names_of
@@ -74,7 +75,7 @@ def explanation_tables(
 
 def _units(found: Explanation, *, fold: bool) -> Table:
     headings = ("unit", "layout", "compute", "blocking", "exchange", "if instead", "step", "but")
-    title = "Each unit, and the step if it alone were decided otherwise"
+    title = f"Each unit, and the step if it alone were decided otherwise: {LAYOUTS}"
     table = empty_table(title, headings, left=2)
     # What changes and what it breaks are read together: names are folded instead.
     for column in table.columns[6:]:

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .settings import Hosts
+from .settings import Hosts, python_path
 
 # Where hosts meet, in lines that are only shown: torchrun's own default.
 PORT = 29500
@@ -45,7 +45,8 @@ def lines_to_paste(command: HostCommand, hosts: Hosts) -> list[str]:
     """What would run on each host, as lines of a POSIX shell there."""
     host, port = hosts.meeting
     place = shlex.quote(f"{host or hosts.labels[0]}:{port or PORT}")
-    told = [f"{name}={shlex.quote(value)}" for name, value in hosts.told.items()]
+    variables = {**python_path(), **hosts.told}
+    told = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     lines: list[str] = []
     for number, name in enumerate(hosts.names):
         words = command.words(str(number), place, shlex.quote)

@@ -129,6 +129,12 @@ def python_command(text: str) -> tuple[str, ...]:
     return words or (sys.executable,)
 
 
+def python_path() -> dict[str, str]:
+    """Where Python is to look for modules on hosts, as here: it needs that when it starts."""
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": path} if path else {}
+
+
 def taken_along() -> dict[str, str]:
     """The variables of this process that hosts get unasked."""
     return {

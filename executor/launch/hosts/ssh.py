@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import shlex
 import subprocess
@@ -15,7 +14,7 @@ import msgspec
 
 from ....planner.schema.errors import InputError, MeshwrightError, RunError
 from ....planner.schema.record import Record
-from .settings import Hosts
+from .settings import Hosts, python_path
 
 MODULE = "meshwright.executor.launch.hosts.remote"
 # In order: no question to a terminal; a host that does not answer, and one that no longer does, are
@@ -44,9 +43,9 @@ def ssh_command(name: str, hosts: Hosts, line: str | None = None) -> list[str]:
 
 def remote_line(hosts: Hosts) -> str:
     """What the host's shell is given: one simple command, which any shell reads alike."""
-    path = os.environ.get("PYTHONPATH")
     # Python itself needs it before it can be told anything.
-    told = ["env", f"PYTHONPATH={path}"] if path else []
+    paths = [f"{name}={value}" for name, value in python_path().items()]
+    told = ["env", *paths] if paths else []
     return "exec " + shlex.join([*told, *hosts.command, "-m", MODULE])
 
 

@@ -1,7 +1,8 @@
 """The tables that set figures beside each other."""
 
 import pytest
-from meshwright.cli.render.comparisons import measured_table
+from meshwright.cli.render.comparisons import comparison_tables, measured_table
+from meshwright.planner.explain.compare import Comparison, UnitDifference
 from meshwright.planner.schema.report import Figures, RunReport
 
 
@@ -16,3 +17,17 @@ def test_a_title_does_not_take_means_for_medians(steps, title):
         target="mlp", world_size=2, steps=steps, predicted=one, measured=one, data_parallel=one
     )
     assert str(measured_table(report).title).startswith(title)
+
+
+def test_pins_of_many_units_are_counted_and_layouts_are_explained():
+    pins = ", ".join(f"fc{i} (8,1) none" for i in range(19))
+    unit = UnitDifference(name="fc0", first="(1,8) row", second="(8,2) row", first_s=1, second_s=2)
+    found = Comparison(
+        same_model=True, same_cluster=True, figures=(), settings=(("goal.pins", "", pins),),
+        units=(unit,),
+    )  # fmt: skip
+    _, settings, units = comparison_tables(found, "a", "b")
+    assert list(settings.columns[2].cells) == [
+        "fc0 (8,1) none, fc1 (8,1) none … fc18 (8,1) none (19)"
+    ]
+    assert str(units.title) == "Units decided differently: layout is (groups, members of each)"

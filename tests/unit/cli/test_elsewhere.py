@@ -94,6 +94,7 @@ def test_hosts_say_themselves_how_many_they_are():
 
 def test_what_would_run_is_only_shown(meshwright, plan_file, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # where there is no ssh
+    monkeypatch.setenv("PYTHONPATH", "/my modules:/b")
     (tmp_path / "hosts").write_text("root@a slots=5\nb slots=3\n")
     given = (
         "--hostfile",
@@ -113,6 +114,7 @@ def test_what_would_run_is_only_shown(meshwright, plan_file, tmp_path, monkeypat
     words = shlex.split(lines[3])
     assert words[:3] == ["cd", str(tmp_path), "&&"]
     assert "X=1 2" in words
+    assert "PYTHONPATH=/my modules:/b" in words
     assert words[words.index(sys.executable) :] == [
         *(sys.executable, "-m", "meshwright", "launch", str(plan_file), "--nnodes=2"),
         *("--nproc=5,3", "--timeout=9.0", "--trace=t.json", "--node-rank=1"),

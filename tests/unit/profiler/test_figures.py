@@ -172,8 +172,8 @@ def test_one_device_needs_no_link() -> None:
 BAD = {
     r"nodes is 0": {"nodes": 0},
     r"devices_per_node is -1": {"devices_per_node": -1},
-    r"no links: give inter_gbit_s": {"nodes": 2},
-    r"no links between the devices of a host: give intra_gbyte_s": {
+    r"no links: give inter_gbit_s \(such as --inter-gbit-s 10\) between": {"nodes": 2},
+    r"of a host: give intra_gbyte_s \(such as --intra-gbyte-s 300, NVLink of an A100\)": {
         "nodes": 2,
         "devices_per_node": 2,
         "inter_gbit_s": 1,
