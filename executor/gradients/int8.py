@@ -18,7 +18,7 @@ from ...planner.simulate.slicing import SliceSpec
 from .buckets import GradParam
 from .feedback import LossyGradGroup
 from .flat_shard import flat
-from .slices import GatheredSlice, Slice, exact_slice
+from .slices import GatheredSlice, Slice, exact_slice, padded_bytes
 
 # Elements that are turned at once, in whole runs: few enough to stay in a processor's cache until
 # their message is made, many for a GPU's kernels.
@@ -96,8 +96,13 @@ def _scratch_for(values: Tensor) -> Tensor:
 
 
 def message_bytes(numel: int) -> int:
-    """The size of a message of so many elements: their numbers, and a scale for each run."""
-    return numel + torch.float32.itemsize * ceil(numel / INT8_BLOCK)
+    """The size of a message of so many elements: their numbers, a scale for each run, padding."""
+    return padded_bytes(_scales_at(numel).stop)
+
+
+def _scales_at(numel: int) -> slice:
+    """Where the scales lie in a message of so many elements: behind their numbers."""
+    return slice(numel, numel + torch.float32.itemsize * ceil(numel / INT8_BLOCK))
 
 
 def messages_for(values: Tensor, count: int) -> Tensor:
@@ -120,7 +125,7 @@ def pack(
         _round(total.to(scratch.dtype), rounded, scale)
         sent.copy_(rounded)
         _keep(total, scale, rounded.mul_(scale).to(total.dtype), left, on_stream=on_stream)
-    message[count:].view(-1, torch.float32.itemsize).copy_(scales.view(torch.uint8))
+    message[_scales_at(count)].view(-1, torch.float32.itemsize).copy_(scales.view(torch.uint8))
     return message
 
 
@@ -156,7 +161,7 @@ def average(messages: Sequence[Tensor], into: Tensor) -> None:
 
 def _scales_of(message: Tensor, count: int) -> Tensor:
     """Copies of a message's scales, a row for each run: where they lie may be any byte."""
-    return message[count:].clone().view(torch.float32).view(-1, 1)
+    return message[_scales_at(count)].clone().view(torch.float32).view(-1, 1)
 
 
 class Int8Slice(GatheredSlice):

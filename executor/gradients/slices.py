@@ -147,6 +147,17 @@ def exact_slice(params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
     return kind(params, slice_spec)
 
 
+_ALIGNED_BYTES = 16
+
+
+def padded_bytes(size_bytes: int) -> int:
+    """The size of a message that carries so many bytes and is gathered: up to 15 more, which mean
+    nothing."""
+    # The ranks' messages lie one behind the other, and NCCL copies what begins elsewhere than at a
+    # multiple of 16 bytes in smaller pieces, single bytes at worst.
+    return -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
 class GatheredSlice(Slice, ABC):
     """One collective: a message of one parameter's gradient, as every rank gets it from each."""
 

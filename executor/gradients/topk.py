@@ -30,7 +30,7 @@ from .feedback import (
 from .flat_shard import flat
 from .momentum import Groups, Momentum
 from .pending import WaitingGradient, vacating
-from .slices import GatheredSlice, Slice, exact_slice
+from .slices import GatheredSlice, Slice, exact_slice, padded_bytes
 
 STRIDE, SPARSE, SAMPLED_FROM = 61, 8, 10_000
 """Of parameters from ``SAMPLED_FROM`` elements on one in ``STRIDE`` is looked at for the threshold,
@@ -108,14 +108,17 @@ def topk_elements(numel: int, share: float) -> int:
 
 def packed(values: Tensor, index: Tensor) -> Tensor:
     """Values and their numbers as one message: half the latency of two."""
-    return torch.cat([values.view(torch.uint8), index.int().view(torch.uint8)])
+    parts = [values.view(torch.uint8), index.int().view(torch.uint8)]
+    size_bytes = sum(map(len, parts))
+    return torch.cat([*parts, parts[0].new_empty(padded_bytes(size_bytes) - size_bytes)])
 
 
-def _unpacked(part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    count = part.numel() // (dtype.itemsize + torch.int32.itemsize)
-    # Copies, as messages of other ranks begin at bytes that no multiple of the type's size need be.
-    values = part[: count * dtype.itemsize].clone().view(dtype)
-    return values, part[count * dtype.itemsize :].clone().view(torch.int32)
+def _unpacked(part: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The values and the numbers of so many elements."""
+    at = count * dtype.itemsize
+    # Copies: numbers begin at bytes that no multiple of their type's size need be.
+    values = part[:at].clone().view(dtype)
+    return values, part[at : at + count * torch.int32.itemsize].clone().view(torch.int32)
 
 
 Part = tuple[Tensor, Tensor]
@@ -221,13 +224,13 @@ class TopkSlice(GatheredSlice):
 
     def __init__(self, param: GradParam) -> None:
         super().__init__(param, SliceSpec((0,)))
-        self._share = 0.0
+        self._share, self._count = 0.0, 0
 
     @property
     def message_bytes(self) -> int:
         parameter = self.params[0].parameter
         size = parameter.element_size() + torch.int32.itemsize
-        return topk_elements(parameter.numel(), self._share) * size
+        return padded_bytes(topk_elements(parameter.numel(), self._share) * size)
 
     @property
     def shared_bytes(self) -> int:
@@ -235,14 +238,19 @@ class TopkSlice(GatheredSlice):
         (param,) = self.params
         width = param.parameter.element_size()
         count = ceil(self._share * (param.shared_bytes // width))
-        return param.group.size * count * (width + torch.int32.itemsize) // 2
+        return param.group.size * padded_bytes(count * (width + torch.int32.itemsize)) // 2
 
     def expect(self, share: float) -> None:
         """Says which share of the elements it will carry."""
         self._share = share
 
+    def show(self, values: Tensor, index: Tensor) -> None:
+        """Starts to show elements, of which all ranks choose as many. Collective."""
+        self._count = len(index)
+        self.gather(packed(values, index))
+
     def take(self, messages: Sequence[Tensor], gradient: Tensor) -> None:
-        parts = [_unpacked(message, gradient.dtype) for message in messages]
+        parts = [_unpacked(message, self._count, gradient.dtype) for message in messages]
         if isinstance(gradient, SparseGradient):
             gradient.parts = parts
         else:
@@ -294,7 +302,7 @@ class TopkGradGroup(LossyGradGroup):
             return
         (param,) = one.params
         chosen = self._chosen.pop(param, None)
-        one.gather(packed(*(chosen or self._choose(param, self.gradients[param].clone(), 1.0))))
+        one.show(*(chosen or self._choose(param, self.gradients[param].clone(), 1.0)))
 
     def absorb(self, param: GradParam, gradient: Tensor) -> bool:
         # Only where that equals taking it in with the last backward.

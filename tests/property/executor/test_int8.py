@@ -44,6 +44,8 @@ def test_what_is_sent_and_what_is_left_are_what_was_computed(length, seed, dtype
     message = int8.pack(values.clone(), residual, messages[1])
     assert message.data_ptr() == messages[1].data_ptr()
     assert message.numel() == int8.message_bytes(length)
+    assert message.numel() % 16 == 0
+    assert 0 <= message.numel() - length - 4 * -(-length // INT8_BLOCK) < 16
     total = torch.empty(length, dtype=dtype)
     int8.average([message], total)
     apart = (total.double() + residual.double() - computed).abs()
