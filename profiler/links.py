@@ -35,7 +35,7 @@ from ..planner.schema.cluster import (
     Node,
 )
 from ..planner.schema.errors import InputError
-from .collectives import MeasuredGroup, curves, measure, slowest, synchronise
+from .collectives import COLLECTIVES, MeasuredGroup, curves, measure, slowest, synchronise
 from .host_rates import Rates, common_rate, differ, measure_host_rates
 from .places import places_of_ranks
 from .progress import StageProgress
@@ -97,7 +97,7 @@ def probe(
         slowest([0.0], where)
         rates = measure_host_rates(hosts, where, partial(stages.at, "measuring hosts"))
     measured: list[tuple[str, GroupSets, MeasuredGroup]] = []
-    interference, taken = Interference(), 0
+    interference = Interference()
     for (level, group_sets), name in zip(plan, names, strict=True):
         group = join(group_sets, where)
         measure(group, sizes, rounds, budget_s / len(plan), partial(stages.at, name))
@@ -106,12 +106,8 @@ def probe(
             stages.at(slowed, 0.0)
             interference = measure_interference(group)
         measured.append((level, group_sets, group))
-        # With the group's buffers, which a run has for as long.
-        taken = max(taken, taken_bytes(where))
-        for handle in (group.handle, group.opposite):
-            if handle is not None:
-                dist.destroy_process_group(handle)
-    devices, memories = _with_reserves(devices, where, taken)
+        _leave(group)
+    devices, memories = _with_reserves(devices, where, taken_in_a_run(where))
     # All plan from rank 0's figures, to the last digit.
     answer: list[Any] = [_cluster(hosts, devices, measured, interference, rates, memories)]
     dist.broadcast_object_list(answer, src=0)
@@ -153,14 +149,74 @@ def _with_reserves(
     return found, [memory for _, memory in rows]
 
 
-def taken_bytes(device: torch.device) -> int:
-    """What of a GPU's memory is taken and not by torch's allocator: contexts (other processes' as
-    well), kernels, buffers of NCCL, workspaces. Of a GPU that ranks share a rank's part."""
-    if device.type != "cuda":
+COMMUNICATOR_BYTES = 1 << 24
+"""Of a message that each collective sends once: NCCL takes its buffers when they are needed."""
+
+
+def communicators(ranks: int) -> int:
+    """How many groups with tensors so many ranks have in a run with units that are divided to one
+    degree: of all ranks those of gradients and of statistics, and of the divided units these and
+    that of redistributions (``executor/comm/groups.py``). Where these are divided among all ranks
+    nobody has the same part of them."""
+    return 5 if any(ranks % degree == 0 for degree in range(2, ranks)) else 3
+
+
+def taken_in_a_run(device: torch.device) -> int:
+    """``taken_bytes`` while as many communicators are there as a run has, of all ranks, and the
+    workspaces of a step. Collective over all ranks."""
+    if device.type == "cpu":
+        return 0
+    workspaces, ranks = workspace_bytes(device), dist.get_world_size()
+    groups = [join([tuple(range(ranks))], device) for _ in range(communicators(ranks))]
+    for group in groups:
+        for collective in COLLECTIVES:
+            group.operation(collective, COMMUNICATOR_BYTES)()
+    synchronise(device)
+    # Of a GPU that they share all ranks see what all take, and none has left when another looks.
+    groups[0].meet()
+    taken = taken_bytes(device, workspaces)
+    groups[0].meet()
+    for group in groups:
+        _leave(group)
+    return taken
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """What libraries keep of torch's allocator on a GPU when a step has used them and no tensor is
+    left: cuBLAS a workspace for each thread and stream that has made a product."""
+    if device.type == "cpu":
+        return 0
+    # What was taken before is taken anew, and so is seen.
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        _train_once(device, dtype)
+    synchronise(device)
+    return max(torch.cuda.memory_allocated(device) - before, 0)
+
+
+@torch.enable_grad()
+def _train_once(device: torch.device, dtype: torch.dtype) -> None:
+    """A convolution and matrix products, forward, and backward in autograd's thread, on the stream
+    that computes, as a run has them."""
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
+    image, kernel = torch.ones(8, 16, 16, 16, **how), torch.ones(16, 16, 3, 3, **how)
+    rows = F.conv2d(image, kernel, padding=1).flatten(1)
+    weight, bias = torch.ones(256, rows.shape[1], **how), torch.ones(256, **how)
+    product = F.linear(rows, weight, bias)  # with a bias another library's than without
+    (product @ product.t()).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def taken_bytes(device: torch.device, workspaces: int = 0) -> int:
+    """What of a GPU's memory tensors do not take: contexts (other processes' as well), kernels,
+    buffers of NCCL, and the ``workspaces`` that this rank has of torch's allocator. Of a GPU that
+    ranks share a rank's part."""
+    if device.type == "cpu":
         return 0
     (free, total), ranks = torch.cuda.mem_get_info(device), ranks_on(device)
     # The other ranks measure the same, so their tensors take as much.
-    return max(total - free - ranks * torch.cuda.memory_reserved(device), 0) // ranks
+    of_tensors = torch.cuda.memory_reserved(device) - workspaces
+    return max(total - free - ranks * of_tensors, 0) // ranks
 
 
 def reserve_bytes(device: torch.device, taken: int) -> int:
@@ -176,13 +232,11 @@ def host_memory_bytes(device: torch.device) -> int | None:
 
 def single_device(device: torch.device) -> tuple[Device, int | None]:
     """A device by itself, measured, and its host's memory."""
-    if device.type != "cpu":
-        # Libraries take their workspaces when they are first used.
-        _Pieces(device).compute()
+    workspaces = workspace_bytes(device)
     described = Device(
         name=device_name(device), memory_bytes=memory_bytes(device),
         host_bytes_per_s=host_bytes_per_s(device),
-        reserve_bytes=reserve_bytes(device, taken_bytes(device)), source="measured",
+        reserve_bytes=reserve_bytes(device, taken_bytes(device, workspaces)), source="measured",
     )  # fmt: skip
     return described, host_memory_bytes(device)
 
@@ -266,6 +320,13 @@ def join(sets: GroupSets, device: torch.device) -> MeasuredGroup:
     group = MeasuredGroup(handle, mine, mine.index(rank), device, opposite)
     group.meet()
     return group
+
+
+def _leave(group: MeasuredGroup) -> None:
+    """Ends the process groups of ``join``."""
+    for handle in (group.handle, group.opposite):
+        if handle is not None:
+            dist.destroy_process_group(handle)
 
 
 def _cluster(

@@ -143,6 +143,82 @@ def test_what_a_gpu_holds_besides_tensors_is_measured(monkeypatch: pytest.Monkey
     assert taken == GIB
     assert links.reserve_bytes(GPU, taken) == GIB + fragments_bytes(80 * GIB) == 5 * GIB
     assert links.reserve_bytes(CPU, links.taken_bytes(CPU)) == 0
+    # Libraries have a gibibyte of what the allocator has.
+    assert links.taken_bytes(GPU, workspaces=GIB) == 2 * GIB
+
+
+class Allocator:
+    """A GPU's, of which each thread that makes products keeps a workspace until it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tensors, self.workspaces = GIB, {"main": 3 * GIB}  # a product was made before
+        self.trained = list[torch.dtype]()
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
+        monkeypatch.setattr(
+            torch._C, "_cuda_clearCublasWorkspaces", self.workspaces.clear, raising=False
+        )
+        monkeypatch.setattr(links, "_train_once", self.train)
+        monkeypatch.setattr(links, "synchronise", lambda device: None)
+
+    @property
+    def allocated(self) -> int:
+        return self.tensors + sum(self.workspaces.values())
+
+    def train(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.trained.append(dtype)
+        self.workspaces |= {"main": 3 * GIB, "backward": 2 * GIB}
+
+
+def test_workspaces_of_libraries_are_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    assert links.workspace_bytes(GPU) == links.workspace_bytes(GPU) == 5 * GIB
+    assert {torch.float32, torch.bfloat16} == set(allocator.trained)
+    assert links.workspace_bytes(CPU) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workspaces_are_those_of_a_step(dtype: torch.dtype) -> None:
+    """Of products and convolutions, and of their backward, also where nothing asks for one."""
+    with torch.profiler.profile() as found, torch.no_grad():
+        links._train_once(CPU, dtype)
+    names = {event.key for event in found.key_averages()}
+    assert {"aten::convolution", "aten::addmm", "aten::mm"} <= names
+    assert {"aten::convolution_backward", "MmBackward0", "AddmmBackward0"} <= names
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(2, 3), (3, 3), (4, 5), (6, 5)])
+def test_a_run_has_several_communicators(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, groups: int
+) -> None:
+    """All of them are there, and used, when it is looked what is taken."""
+    open_groups: list[Any] = []
+    done: list[str] = []
+
+    def join(sets: links.GroupSets, device: torch.device) -> Any:
+        assert sets == [tuple(range(ranks))]
+        used: list[str] = []
+        made = SimpleNamespace(
+            used=used,
+            meet=lambda: done.append("met"),
+            operation=lambda collective, size: lambda: used.append(collective),
+        )
+        open_groups.append(made)
+        return made
+
+    def taken(device: torch.device, workspaces: int) -> int:
+        assert all(one.used == list(collectives.COLLECTIVES) for one in open_groups)
+        done.append("looked")
+        return workspaces + len(open_groups)
+
+    monkeypatch.setattr(links.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(links, "workspace_bytes", lambda device: GIB)
+    monkeypatch.setattr(links, "synchronise", lambda device: None)
+    monkeypatch.setattr(links, "join", join)
+    monkeypatch.setattr(links, "taken_bytes", taken)
+    monkeypatch.setattr(links, "_leave", open_groups.remove)
+    assert links.taken_in_a_run(GPU) == GIB + groups
+    assert (done, open_groups) == (["met", "looked", "met"], [])
+    assert links.taken_in_a_run(CPU) == 0
 
 
 def test_ranks_that_share_a_gpu_have_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,23 +246,15 @@ def test_each_rank_s_own_reserve_and_host(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_gpu_s_link_to_its_host_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After libraries have been used, whose workspaces count."""
-    done: list[str] = []
-    pieces = SimpleNamespace(compute=lambda: done.append("used"))
-
-    def taken(device: torch.device) -> int:
-        done.append("measured")
-        return GIB
-
-    monkeypatch.setattr(links, "_Pieces", lambda device: pieces)
-    monkeypatch.setattr(links, "taken_bytes", taken)
+    """With the workspaces of libraries."""
+    monkeypatch.setattr(links, "workspace_bytes", lambda device: GIB * (device == GPU))
+    monkeypatch.setattr(links, "taken_bytes", lambda device, workspaces: workspaces)
     monkeypatch.setattr(links, "copy_rate", lambda device: 2e10)
     monkeypatch.setattr(links, "device_name", lambda device: "gpu")
     monkeypatch.setattr(links, "memory_bytes", lambda device: 40 * GIB)
     found, memory = links.single_device(GPU)
     assert (found.host_bytes_per_s, found.reserve_bytes) == (2e10, 3 * GIB)
     assert memory == 40 * GIB
-    assert done == ["used", "measured"]
     assert links.single_device(CPU)[0].host_bytes_per_s is None
 
 
