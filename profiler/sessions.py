@@ -75,7 +75,7 @@ from .progress import StageProgress
 # Links are measured by the groups that plans use at the same time: all blocks of neighbours at
 # once, then all ranks with equal places at once, because these share a host's network interface.
 # Collectives are not timed while the model computes; how much both slow each other is measured
-# separately (``links.measure_interference``) and applied by the simulation.
+# separately (``interference.measure_interference``) and applied by the simulation.
 
 # Seconds that measuring links, and the executor's own work, mostly takes.
 LINKS_S, OVERHEAD_S = 15.0, 8.0

@@ -15,7 +15,7 @@ from meshwright.models.spec import UnitSpec
 from meshwright.models.workload import Batch
 from meshwright.planner.memory.reserved import fragments_bytes
 from meshwright.planner.schema.cluster import Device
-from meshwright.profiler import collectives, compression, links, steps, timing
+from meshwright.profiler import collectives, compression, interference, links, steps, timing
 from meshwright.profiler.collectives import MeasuredGroup, calls_at_once, time_once
 from meshwright.profiler.compression import Coding
 from meshwright.profiler.steps import StreamMeter
@@ -87,7 +87,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", found.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
-    for module in (links, collectives):
+    for module in (interference, collectives):
         monkeypatch.setattr(module.dist, "all_reduce", found.all_reduce)
     monkeypatch.setattr(collectives.dist, "barrier", lambda: None)
     return found
@@ -96,7 +96,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 @pytest.mark.parametrize("messages", [2, 30])
 def test_computing_and_communicating_are_told_apart(streams: Streams, messages: int) -> None:
     """One is over after two seconds; to wait for both would give the longer one twice."""
-    load = object.__new__(links._Load)
+    load = object.__new__(interference._Load)
     load.device, load.group = GPU, SimpleNamespace(handle=None)
     load.message, load.messages, load.pieces = None, messages, 4
     load.piece = lambda: streams.current.launch(0.5)
@@ -317,7 +317,7 @@ def clock(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Clock:
     def keep_busy(device: torch.device, seconds: float) -> None:
         streams.current.launch(seconds, after=found.now_s)
 
-    for module in (links, timing):
+    for module in (interference, timing):
         monkeypatch.setattr(module, "keep_busy", keep_busy)
     return found
 
@@ -371,7 +371,7 @@ def test_updates_of_a_gpu_are_its_own(streams: Streams, clock: Clock) -> None:
 MIB = 2**20
 
 
-class Load(links._Load):
+class Load(interference._Load):
     """A load whose kernels a host launches in some seconds each, and our streams work at."""
 
     clock: Clock
@@ -401,7 +401,7 @@ def loads(
         torch, "zeros", lambda count, device: torch.empty(count, device="meta", dtype=torch.float32)
     )
     monkeypatch.setattr(torch, "tensor", lambda data, dtype, device: tensor(data, dtype=dtype))
-    monkeypatch.setattr(links, "_Load", Load)
+    monkeypatch.setattr(interference, "_Load", Load)
     monkeypatch.setattr(Load, "clock", clock, raising=False)
     monkeypatch.setattr(Load, "streams", streams, raising=False)
 
@@ -412,7 +412,7 @@ def loads(
         streams.current.launch(0.0, after=clock.now_s)
         return sent(tensor, **how)
 
-    monkeypatch.setattr(links.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(interference.dist, "all_reduce", all_reduce)
 
     def made(host_s: float) -> SimpleNamespace:
         monkeypatch.setattr(Load, "host_s", host_s)
@@ -443,7 +443,7 @@ def test_a_load_is_the_device_s_however_long_its_host_takes(
         assert load.send() == pytest.approx(sending_s)
         group.meet()
         assert load.both() == (pytest.approx(computing_s), pytest.approx(sending_s))
-    assert computing_s == pytest.approx(links.LOAD_S, rel=0.1)
+    assert computing_s == pytest.approx(interference.LOAD_S, rel=0.1)
 
 
 @pytest.mark.parametrize("host_s", [1e-6, 1e-3])
@@ -451,7 +451,7 @@ def test_a_slow_host_is_no_interference(
     loads: Callable[[float], SimpleNamespace], host_s: float
 ) -> None:
     """Streams of ours do not slow each other."""
-    found = links.measure_interference(loads(host_s))
+    found = interference.measure_interference(loads(host_s))
     assert found.compute_slowdown == pytest.approx(1.0)
     assert found.communication_slowdown == pytest.approx(1.0)
 
@@ -469,7 +469,7 @@ def test_messages_and_pieces_are_issued_in_turns(
 
 
 def test_larger_pieces_are_more_work_of_both_kinds() -> None:
-    pieces = links._Pieces(CPU)
+    pieces = interference._Pieces(CPU)
     assert (len(pieces.image), pieces.matrix.shape) == (4, (384, 384))
     pieces.size(8)
     assert (len(pieces.image), pieces.matrix.shape) == (32, (768, 768))
@@ -482,8 +482,8 @@ def test_pieces_take_no_more_memory_than_they_may(
     """An image, what is made of it, and no more however quick the device is."""
     monkeypatch.setattr(Load, "smallest_s", 1e-9)
     load = Load(loads(1e-5))
-    assert 2 * load.image.nbytes == links.PIECE_BYTES
-    assert load.pieces == links.MOST_PIECES
+    assert 2 * load.image.nbytes == interference.PIECE_BYTES
+    assert load.pieces == interference.MOST_PIECES
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ def test_between_gpus_few_messages_last_as_long_as_a_load(
     sizes = sorted({*links.DEVICE_SIZES, MIB // 2})
     seconds = {("all_reduce", size): [size * seconds_per_byte] for size in sizes}
     group: Any = SimpleNamespace(device=device, seconds=seconds)
-    assert links._message_bytes(group) == size
+    assert interference._message_bytes(group) == size
 
 
 @pytest.mark.parametrize("host_s", [1e-6, 1e-4, 5e-3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from meshwright.profiler.collectives import _next_s
-from meshwright.profiler.links import _stretch
+from meshwright.profiler.interference import _stretch
 from meshwright.profiler.overhead import EXCHANGE_S, WIDTHS, _large
 
 
