@@ -27,6 +27,7 @@ QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
     "copies_s": ("    copies to the host and back", seconds),
     "blocking_s": ("  blocking communication", seconds),
     "exposed_s": ("  exposed gradient exchange", seconds),
+    "drawing_s": ("between steps, drawing a batch", seconds),
     "update_s": ("parameter update", seconds),
     "exchange_s": ("gradient exchange", seconds),
     "wire_bytes": ("sent by the busiest rank", size),
@@ -155,9 +156,9 @@ UNMEASURED_PEAK = (
 def measured_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
     """(what, predicted, measured, measured over predicted) as texts."""
     rows = []
-    for name in ("step_s", "blocking_s", "exposed_s", "peak_bytes", "reserved_bytes"):
+    for name in ("step_s", "blocking_s", "exposed_s", "drawing_s", "peak_bytes", "reserved_bytes"):
         predicted, measured = getattr(report.predicted, name), getattr(report.measured, name)
-        if name == "reserved_bytes" and predicted is measured is None:
+        if name in ("drawing_s", "reserved_bytes") and predicted is measured is None:
             continue
         if name == "step_s" and report.background is not None:
             rows += _step_with_background(report, report.background)

@@ -82,6 +82,7 @@ def report_of_training(plan: Plan, measured: Measured, accuracy: float | None) -
         step_s=measured.step_s,
         blocking_s=measured.blocking_s,
         exposed_s=measured.exposed_s,
+        drawing_s=measured.drawing_s,
         peak_bytes=max(measured.peak_bytes, default=0),
         reserved_bytes=measured.reserved_bytes,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, isfinite
 from statistics import fmean, median
@@ -50,11 +51,12 @@ class Measured(Record, frozen=True, kw_only=True):
 
     Seconds are medians over the measured steps: ``blocking_s`` is the wait inside redistribution
     and batch statistics, ``exposed_s`` the wait for gradients at the end of backward, ``update_s``
-    the optimizer's step, ``compute_s`` the rest of ``step_s``. ``wire_bytes`` is the most that a
-    rank sends in a step; ``peak_bytes`` the most that tensors took in one, by position,
-    ``reserved_bytes`` the most that torch's allocator took of a GPU for it. ``losses`` are of the
-    whole batch, one for each step from the first but for those that are not finite, which a scaler
-    has left out.
+    the optimizer's step, ``compute_s`` the rest of ``step_s``. ``drawing_s`` is what a rank's host
+    takes besides, at most, to draw the next batch and copy its share, while a GPU may go on.
+    ``wire_bytes`` is the most that a rank sends in a step; ``peak_bytes`` the most that tensors
+    took in one, by position, ``reserved_bytes`` the most that torch's allocator took of a GPU for
+    it. ``losses`` are of the whole batch, one for each step from the first but for those that are
+    not finite, which a scaler has left out.
     """
 
     steps: Count
@@ -63,6 +65,7 @@ class Measured(Record, frozen=True, kw_only=True):
     blocking_s: Seconds
     exposed_s: Seconds
     update_s: Seconds
+    drawing_s: Seconds
     wire_bytes: Bytes
     peak_bytes: tuple[Bytes, ...]
     samples_per_s: float
@@ -80,6 +83,8 @@ class LaunchedStep:
     wire_bytes: int
     share: float
     """This rank's part of the batch's samples."""
+    drawing_s: float
+    """What the host took before it, to draw the batch and this rank's share of it."""
 
     def spent(self) -> StepFigures:
         """Its figures. Waits until it is over."""
@@ -90,6 +95,7 @@ class LaunchedStep:
             blocking_s=blocking_s,
             exposed_s=exposed_s,
             update_s=seconds_between(self.before_update, self.moments.end),
+            drawing_s=self.drawing_s,
             wire_bytes=self.wire_bytes,
         )
 
@@ -103,6 +109,7 @@ class StepFigures:
     blocking_s: float
     exposed_s: float
     update_s: float
+    drawing_s: float
     wire_bytes: int
 
 
@@ -177,9 +184,17 @@ def run_range(
     draw = draw or partial(_random, workload, plan.goal.batch)
     scaler = scaler or scaler_for(workload)
     step = partial(take_step, workload, plan, optimizer=optimizer, scaler=scaler)
+
+    def drawn(number: int) -> LaunchedStep:
+        begun_s = time.perf_counter()
+        batch = draw(number)
+        drawing_s = time.perf_counter() - begun_s
+        found = step(batch)
+        return replace(found, drawing_s=drawing_s + found.drawing_s)
+
     taken = _TakenSteps(run_of(model), numbers.start, scaled=scaler is not None)
     for number in numbers:
-        launched(number, taken.add(step(draw(number))))
+        launched(number, taken.add(drawn(number)))
         saved = kept is not None and kept.due
         if saved:
             taken.check_losses()
@@ -321,7 +336,9 @@ def take_step(
     """The same without waiting for it."""
     run = run_of(workload.model)
     device = device_of(workload.model)
+    begun_s = time.perf_counter()
     mine = share_of(batch, run).to(device)
+    drawing_s = time.perf_counter() - begun_s
     blocking, exposed, sent = run.meter.seconds, run.exposed_s, run.meter.sent_bytes
     run.watch.stream_waits.begin()
     start = now(device)
@@ -346,6 +363,7 @@ def take_step(
         before_update=before_update,
         wire_bytes=run.meter.sent_bytes - sent,
         share=mine.size / batch.size,
+        drawing_s=drawing_s,
     )
 
 
@@ -396,12 +414,12 @@ def _summary(taken: _TakenSteps, plan: Plan, peak: tuple[int, int], batch: int) 
     was reserved for them. Collective."""
     spent = taken.figures()
     measured = spent[WARM_UP:]
-    names = "step_s", "blocking_s", "exposed_s", "update_s", "wire_bytes"
+    names = "step_s", "blocking_s", "exposed_s", "update_s", "drawing_s", "wire_bytes"
     typical = typical_of(plan)
     middle = [typical([getattr(step, name) for step in measured]) for name in names]
     mine = [*middle, *peak, *(step.loss for step in spent)]
     rows = taken.run.everyone.gather(mine, "the end of training", whole=False).rows()
-    losses = taken.losses_of(row[7:] for row in rows)
+    losses = taken.losses_of(row[8:] for row in rows)
     # The parts of one rank's step, so that they add up to it.
     slowest = max(rows, key=lambda row: row[0])
     step_s, blocking_s, exposed_s, update_s = slowest[:4]
@@ -412,11 +430,12 @@ def _summary(taken: _TakenSteps, plan: Plan, peak: tuple[int, int], batch: int) 
         blocking_s=blocking_s,
         exposed_s=exposed_s,
         update_s=update_s,
-        wire_bytes=int(max(row[4] for row in rows)),
-        peak_bytes=tuple(int(rows[rank][5]) for rank in plan.placement),
+        drawing_s=max(row[4] for row in rows),
+        wire_bytes=int(max(row[5] for row in rows)),
+        peak_bytes=tuple(int(rows[rank][6]) for rank in plan.placement),
         samples_per_s=batch / step_s if step_s else 0.0,
         losses=losses,
-        reserved_bytes=int(max(row[6] for row in rows)) or None,
+        reserved_bytes=int(max(row[7] for row in rows)) or None,
     )
 
 

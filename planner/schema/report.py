@@ -9,12 +9,15 @@ class Figures(Record, frozen=True, kw_only=True):
     """What a step takes on the busiest rank. None: not measured (``peak_bytes`` of a script on a
     CPU, where nothing counts what is alive; ``reserved_bytes``, what torch's allocator took of a
     device for it, but on GPUs). ``exposed_s`` is gradient exchange that nothing hid,
-    ``blocking_s`` redistribution and the collectives inside units. A predicted step lies between
+    ``blocking_s`` redistribution and the collectives inside units. ``drawing_s`` is no part of the
+    step: what the host takes between two of them to draw the next batch, known of workloads that
+    are launched, while a GPU may still be at work. A predicted step lies between
     ``low_s`` and ``high_s`` nine times in ten."""
 
     step_s: Seconds
     blocking_s: Seconds | None = None
     exposed_s: Seconds | None = None
+    drawing_s: Seconds | None = None
     peak_bytes: Bytes | None = None
     reserved_bytes: Bytes | None = None
     low_s: Seconds | None = None

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from meshwright.cli.render.comparisons import measured_rows
 from meshwright.executor.apply import apply
 from meshwright.executor.checkpoint.checkpoint import checkpoint
 from meshwright.executor.checkpoint.folder import steps_in
-from meshwright.executor.launch.train import run_range, run_steps, train_step
+from meshwright.executor.launch.report import report_of_training
+from meshwright.executor.launch.train import Measured, run_range, run_steps, train_step
 from meshwright.executor.parallel import full_state_dict
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
 from meshwright.models.workload import Batch
 from meshwright.planner.schema.errors import RunError
-from plans import SCHEDULES, by_columns_and_rows, plan_for, scheduled
+from meshwright.planner.schema.text import seconds
+from plans import SCHEDULES, by_columns_and_rows, plan, plan_for, scheduled
 from reference import twin
 
 
@@ -35,6 +39,29 @@ def measures_steps(rank: int, micro: int) -> None:
     for peak in found.peak_bytes:
         assert 2 * parameters < peak < 10 * parameters
     assert found.samples_per_s == pytest.approx(8 / found.step_s)
+
+
+def draws_slowly(rank: int) -> Measured:
+    workload = models.build("mlp")
+    chosen = plan_for(discover(workload.model, workload.make_batch(4)), 2)
+
+    def draw(number: int) -> Batch:
+        time.sleep(0.5 * rank)
+        return workload.make_batch(4)
+
+    return run_steps(workload, chosen, 2, draw=draw)
+
+
+def test_what_drawing_a_batch_takes_is_told_beside_the_step(ranks):
+    first, second = ranks(2)(draws_slowly)
+    assert first == second
+    assert first.drawing_s >= 0.5
+    # The other rank waits for it in its step, and is the slowest one.
+    reported = report_of_training(plan(2), first, None)
+    assert reported.measured.drawing_s == first.drawing_s
+    assert reported.predicted.drawing_s is None
+    (row,) = (row for row in measured_rows(reported) if "drawing" in row[0])
+    assert row[1:] == ("-", seconds(first.drawing_s), "")
 
 
 @pytest.mark.parametrize("micro", [1, 3])
