@@ -255,9 +255,9 @@ class _Estimator(NamedTuple):
             return None
         size = shard_bytes(self.model, unit, split, degree)
         part = size / max(whole.parameter_bytes, 1)
-        gradient, output = (
-            a / b if b else 1.0 for a, b in zip(member.cost[3:], isolated.cost[3:], strict=True)
-        )
+        mine, alone = member.cost, isolated.cost
+        sizes = (mine.gradient, alone.gradient), (mine.output, alone.output)
+        gradient, output = (a / b if b else 1.0 for a, b in sizes)
         in_model = whole.saved(SHARE_SIZES[-1])
         saved = saved_ratio(in_model, isolated.cost.saved, member.cost.saved, degree)
         return ShareProfile(

@@ -12,7 +12,7 @@ and each backward; what a neighbour has just made (inputs, gradients of outputs)
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
 from statistics import median
@@ -32,8 +32,9 @@ from ..planner.cost.ownership import largest_share
 from ..planner.schema.capability import degrees
 from ..planner.schema.precision import Precision
 from ..planner.schema.profile import ShareProfile, SplitProfile, UnitProfile
+from .collectives import synchronise
 from .memory import SavedTensors
-from .timing import keep_busy
+from .timing import keep_busy, longer
 
 ROUNDS = 3
 # More than last-level caches of CPUs and GPUs hold for one device, mostly.
@@ -42,13 +43,15 @@ EVICTED_BYTES = 64 * 2**20
 
 class Cost(NamedTuple):
     """Seconds of forward and backward, bytes saved for backward, bytes of inputs and outputs that
-    have a gradient, and of outputs."""
+    have a gradient, and of outputs; seconds in which the host issued forward and backward."""
 
     forward_s: float
     backward_s: float
     saved: float
     gradient: float
     output: float
+    issued_forward_s: float
+    issued_backward_s: float
 
 
 class ShareMeter:
@@ -144,16 +147,32 @@ class ShareMeter:
         shard, own_samples = copied(holder), OwnSamples(unit, degree)
         apply_split(shard, unit.modules, split, degree, 0, own_samples)
         given = member_call(unit, split, call, degree, 0)
-        # In turn, so that a disturbance hits both; the first round warms up.
         of = partial(cost_of, device=self._device, precision=self._precision, others=self._others)
-        times = 1 + (ROUNDS if time.perf_counter() < self._deadline else 1)
-        rounds = [
-            (of(holder, unit, call), of(shard, unit, given, divisor=degree)) for _ in range(times)
-        ][1:]
+        runs = partial(of, holder, unit, call), partial(of, shard, unit, given, divisor=degree)
+        for run in runs:
+            run()  # warms up
+        partial_sums = own_samples.added_bytes
+        times = ROUNDS if time.perf_counter() < self._deadline else 1
+        rounds = costs_in_turns(runs, self._device, times)
         undivided, member = (
             Cost(*map(median, zip(*costs, strict=True))) for costs in zip(*rounds, strict=True)
         )
-        return undivided, member, own_samples.added_bytes // times
+        return undivided, member, partial_sums
+
+
+def costs_in_turns(
+    runs: Sequence[Callable[..., Cost]], device: torch.device, rounds: int
+) -> list[list[Cost]]:
+    """What each of ``runs`` takes, which are ``cost_of`` and have warmed up: in turn, so that a
+    disturbance hits all."""
+    ahead = [(0.0, 0.0) for _ in runs]
+    if device.type == "cuda":
+        # On an idle device, behind whose work the host may have to wait.
+        alone = [run() for run in runs]
+        ahead = [(cost.issued_forward_s, cost.issued_backward_s) for cost in alone]
+    return [
+        [run(ahead_s=each) for run, each in zip(runs, ahead, strict=True)] for _ in range(rounds)
+    ]
 
 
 class OwnSamples:
@@ -206,10 +225,12 @@ def cost_of(
     precision: Precision | None = None,
     others: Tensor | None = None,
     divisor: int = 1,
+    ahead_s: tuple[float, float] = (0.0, 0.0),
 ) -> Cost:
     """What one run of a unit's modules takes, under the autocast of ``precision``, with ``others``
     used before each forward and backward. Gradients of parameters are divided by ``divisor``, as
-    the executor does with those of divided parameters."""
+    the executor does with those of divided parameters. A GPU is idle when forward and backward
+    begin, or kept busy while its host issues them, which took it ``ahead_s`` seconds before."""
     given = call.fresh()
     if others is not None:
         others += 1
@@ -219,23 +240,23 @@ def cost_of(
     # Without its inputs, which belong to whoever made them.
     apart = (*holder.parameters(), *holder.buffers(), *given.tensors())
     saved = SavedTensors(apart, lambda: "")
-    start = _begun(device)
+    start, issued_from_s = _begun(device, ahead_s[0])
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t)
     with torch.enable_grad(), hooks, autocast_of(precision, device):
         output = run_modules(holder, unit.modules, given)
-    middle = now(device)
+    issued_forward_s, middle = time.perf_counter() - issued_from_s, now(device)
     leaves = [t for t in tensors_in(output) if t.requires_grad]
     if others is not None:
         others += 1
     gradients = [torch.ones_like(t) for t in leaves]
     # Making the gradients is no part of the backward: a second moment in between.
-    begin = _begun(device)
+    begin, issued_from_s = _begun(device, ahead_s[1])
     if leaves:
         torch.autograd.backward(leaves, gradients)
     for parameter in holder.parameters() if divisor > 1 else ():
         if parameter.grad is not None:
             parameter.grad /= divisor
-    end = now(device)
+    issued_backward_s, end = time.perf_counter() - issued_from_s, now(device)
     for parameter in holder.parameters():
         parameter.grad = None
     inputs = sum(t.nbytes for t in given.tensors() if t.requires_grad)
@@ -246,19 +267,18 @@ def cost_of(
         saved.bytes.get("", 0),
         inputs + out,
         out,
+        issued_forward_s,
+        issued_backward_s,
     )
 
 
-# Longer than a host takes to issue a unit's operators.
-AHEAD_S = 2e-3
-
-
-def _begun(device: torch.device) -> Moment:
-    """The moment at which a GPU comes to what is issued now: by then all of it is there, as in the
-    midst of a step."""
-    if device.type == "cuda":
-        keep_busy(device, AHEAD_S)
-    return now(device)
+def _begun(device: torch.device, ahead_s: float) -> tuple[Moment, float]:
+    """The moment at which a GPU comes to what is issued now, and that of the host. Where it is kept
+    busy all of that is there by then, as in the midst of a step."""
+    synchronise(device)
+    if device.type == "cuda" and ahead_s > 0:
+        keep_busy(device, longer(ahead_s))
+    return now(device), time.perf_counter()
 
 
 def split_profiles(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.launch import devices, start
+from meshwright.models.replay import UnitCall
 from meshwright.models.spec import UnitSpec
 from meshwright.models.workload import Batch
 from meshwright.planner.memory.reserved import fragments_bytes
 from meshwright.planner.schema.cluster import Device
-from meshwright.profiler import collectives, compression, interference, links, steps, timing
+from meshwright.profiler import (
+    collectives,
+    compression,
+    interference,
+    links,
+    shares,
+    steps,
+    timing,
+)
 from meshwright.profiler.collectives import MeasuredGroup, calls_at_once, time_once
 from meshwright.profiler.compression import Coding
 from meshwright.profiler.steps import StreamMeter
@@ -309,7 +319,7 @@ def clock(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Clock:
     def wait(event: Event) -> None:
         found.now_s = max(found.now_s, event.at_s)
 
-    for module in (steps, timing):
+    for module in (steps, timing, shares):
         monkeypatch.setattr(module.time, "perf_counter", found.perf_counter)
         monkeypatch.setattr(module, "synchronise", synchronise)
     monkeypatch.setattr(Event, "synchronize", wait)
@@ -317,7 +327,7 @@ def clock(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Clock:
     def keep_busy(device: torch.device, seconds: float) -> None:
         streams.current.launch(seconds, after=found.now_s)
 
-    for module in (interference, timing):
+    for module in (interference, timing, shares):
         monkeypatch.setattr(module, "keep_busy", keep_busy)
     return found
 
@@ -353,6 +363,26 @@ def test_what_hosts_and_devices_take_is_told_apart(
         assert found.backward.get(unit, 0.0) == pytest.approx(2 * times * device_s, abs=1e-6)
     # In a row a step takes what the slower of both does.
     assert meter.whole_s[-1] == pytest.approx(max(6 * host_s, 12 * device_s), rel=0.3)
+
+
+@pytest.mark.parametrize("host_s", [1e-5, 1e-3, 2e-2])
+def test_shares_of_a_gpu_are_its_own(streams: Streams, clock: Clock, host_s: float) -> None:
+    """However long its host takes to issue them."""
+    runs = []
+    for device_s in (4e-4, 1e-4):
+        holder, unit = nn.Sequential(Launched(2, 2)), UnitSpec("0", "linear", ("0",))
+        layer: Any = holder[0]
+        layer.streams, layer.clock, layer.host_s, layer.device_s = streams, clock, host_s, device_s
+        runs.append(partial(shares.cost_of, holder, unit, UnitCall((torch.ones(3, 2),), {}), GPU))
+    for run in runs:
+        run()
+    rounds = shares.costs_in_turns(runs, GPU, 2)
+    assert len(rounds) == 2
+    for round_ in rounds:
+        for cost, device_s in zip(round_, (4e-4, 1e-4), strict=True):
+            assert cost.forward_s == pytest.approx(device_s)
+            assert cost.backward_s == pytest.approx(2 * device_s)
+            assert cost.issued_backward_s == pytest.approx(2 * host_s)
 
 
 def test_updates_of_a_gpu_are_its_own(streams: Streams, clock: Clock) -> None:
