@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ...models.compiled import unwrapped
@@ -29,7 +28,6 @@ from ..comm.worker_threads import spawn
 from ..notes import note
 from ..parallel import run_of
 from ..run import Run
-from .boxes import TensorBox
 from .capture import Parts, capture, parameter_names
 from .folder import (
     check_folder,
@@ -44,6 +42,7 @@ from .holdings import StateTensor, holdings_of
 from .index import CheckpointIndex, find_damage
 from .latest import Latest, first_whole, index_or_damage
 from .restore import Restoration
+from .staging import Staging
 from .storage import Description, save
 from .values import dtype_name, encode_value
 
@@ -181,7 +180,7 @@ class Checkpoint:
             decisions=decisions(run.plan),
             plan_document=encode(run.plan),
         )
-        self._staged: dict[tuple[str, TensorBox], Tensor] = {}
+        self._staging = Staging()
         atexit.register(_let_write, weakref.ref(self))
 
     # -- going on ----------------------------------------------------------------------------------
@@ -358,26 +357,9 @@ class Checkpoint:
         try:
             captured = capture(self._model, self._run, self._parts)
             encoded = encode_value(captured.state, "the state of this training")
-            return self._copied(captured.tensors), encoded
+            return self._staging.copies(captured.tensors), encoded
         except Exception as error:
             return {}, error
-
-    def _copied(self, tensors: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-        # Into memory that is kept: to get and give back so much each time takes as long as to copy.
-        kept, self._staged = self._staged, {}
-        copied = {}
-        for name, tensor in tensors.items():
-            boxes = []
-            for box, view in tensor.boxes:
-                host = kept.get((name, box))
-                if host is None or host.dtype != view.dtype:
-                    host = torch.empty(view.shape, dtype=view.dtype)
-                with torch.no_grad():
-                    host.copy_(view)
-                self._staged[name, box] = host
-                boxes.append((box, host))
-            copied[name] = StateTensor(tensor.shape, tensor.dtype, tuple(boxes))
-        return copied
 
     def _write(
         self,
