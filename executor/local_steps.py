@@ -99,17 +99,15 @@ class AgreedPart:
         them."""
         whole = part
         if self.inside.handle is not None:
-            whole = part.new_empty(self.size * self.inside.size)
-            sent = ring_bytes("all_gather", self.inside.size, whole.nbytes)
-            issued(doing, sent, self.inside)
-            # Parts lie in the order of members, and torch gathers in that of its own numbers.
-            parts, order = whole.view(self.inside.size, self.size), _by_number(self.inside)
-            if self.inside.on_stream and order == sorted(order):
-                work, _ = gather_rows(parts, part, self.inside)
-            else:
-                by_number = [parts[member] for member in order]
-                work = dist.all_gather(by_number, part, group=self.inside.handle, async_op=True)
+            rows = part.new_empty(self.inside.size, self.size)
+            issued(doing, ring_bytes("all_gather", self.inside.size, rows.nbytes), self.inside)
+            work, _ = gather_rows(rows, part, self.inside)
             watch.wait(work, self.inside, doing)
+            whole = rows.view(-1)
+            if not self.inside.ascending:
+                # torch gathers in the order of its own numbers. Parts are by member, as hosts may
+                # number theirs in different orders.
+                whole = torch.cat([rows[number] for number in self.inside.group_ranks])
         start = 0
         for param in self._params:
             tensor = _real(param)
@@ -135,11 +133,6 @@ class AgreedPart:
         for own, part in self._overlaps():
             torch.lerp(part.to(self.dtype), self.agreed[own], local.mixing, out=moved[own])
         return moved
-
-
-def _by_number(group: Group) -> list[int]:
-    """The members in the order in which torch numbers their ranks."""
-    return sorted(range(group.size), key=group.ranks.__getitem__)
 
 
 @dataclass
