@@ -150,7 +150,7 @@ def verify_on_ranks(
     dtype, notes = computed, [*notes, *note, *_in_full(dtype, torch.device(device))]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     _moved(workload.model, dtype, device).train()
-    together(lambda: _run_once(workload.model, batches[0]))
+    together(lambda: _run_first(workload.model, batches[0], plan))
     together(lambda: _run_share(workload, batches[0], plan))
     done, total = len(sizes), 2 * len(sizes)
     alone: _Alone | None = None
@@ -412,19 +412,32 @@ def _moved(model: nn.Module, dtype: DtypeName, device: torch.device | str) -> nn
     return model if wanted is None else to_type(model, wanted)
 
 
+# Some models cast parameters in their first forward. On rank 0, which trains alone before, they
+# would be of another type than elsewhere: so every rank runs one. Of the whole batch only rank 0
+# does, as it will when it trains alone: all ranks of a host at once could lack the memory.
+def _run_first(model: nn.Module, batch: Batch, plan: Plan) -> None:
+    """One forward of the whole batch, on ranks that run none of a share."""
+    if dist.get_rank() == 0 or _share_to_run(plan, batch.size) is None:
+        _run_once(model, batch)
+
+
 def _run_once(model: nn.Module, batch: Batch) -> None:
-    """One forward on every rank, as some models cast parameters in their first: on rank 0, which
-    trains alone before, they would be of another type than elsewhere."""
     with torch.enable_grad(), preserved(model):
         model(*batch.args, **batch.kwargs)
+
+
+def _share_to_run(plan: Plan, size: int) -> int | None:
+    """The samples that this rank will get; None where they are not to be run by themselves."""
+    share = plan.local_batch_size(dist.get_rank(), size) // plan.micro_batches
+    # Statistics of the whole batch may be there for one sample.
+    return share if 1 < share < size else None
 
 
 def _run_share(workload: Workload, batch: Batch, plan: Plan) -> None:
     """One forward on as many samples as this rank will get. Raises ``InputError`` where only that
     fails: of what is no tensor nobody gets a share."""
-    rank, size = dist.get_rank(), batch.size
-    share = plan.local_batch_size(rank, size) // plan.micro_batches
-    if not 1 < share < size:  # statistics of the whole batch may be there for one sample
+    size, share = batch.size, _share_to_run(plan, batch.size)
+    if share is None:
         return
     try:
         _run_once(workload.model, batch.slice(0, share))

@@ -35,12 +35,12 @@ def needed_bytes(plan: Plan, dtype: str, batch: int) -> int:
     wider = {"float64": 8 / own, "float32": 4 / own}.get(dtype, 1.0)
     share = plan.goal.batch / (plan.world_size * plan.micro_batches)
     model = sum(unit.parameter_bytes for unit in plan.units)
-    of_sample = moment.feature_maps / share
-    # Each rank begins with a forward of the whole batch through the whole model.
-    first = plan.world_size * (model + of_sample * batch)
+    of_sample, others = moment.feature_maps / share, plan.world_size - 1
+    # Rank 0 trains alone on the whole batch, while the others have the whole model.
+    alone = (others + _OF_WEIGHTS) * model + of_sample * batch
     parts = batch / (plan.world_size * plan.micro_batches)
     training = plan.world_size * (_OF_WEIGHTS * moment.weights + of_sample * parts) + _KEPT * model
-    return int(wider * max(first, training))
+    return int(wider * max(alone, training))
 
 
 def check_room(plan: Plan, dtype: str, batch: int | None) -> None:

@@ -31,10 +31,11 @@ def free(monkeypatch):
     return set_to
 
 
-def test_it_is_as_much_as_all_ranks_take_in_their_first_forward():
+def test_it_is_as_much_as_all_ranks_take_together():
     plan = plan_of()
-    # Of 16 samples 1 MiB in each of four layers, and four layers of 1 MiB, on four ranks.
-    whole = 4 * (4 + 16 * 4) * MIB
+    # Weights, gradients and momentum of four layers of 1 MiB on each of four ranks, of 16 samples
+    # 1 MiB in each layer, and what is kept of one process.
+    whole = (4 * 3 * 4 + 16 * 4 + 2 * 4) * MIB
     assert usual_batch(plan) == 16
     assert needed_bytes(plan, "own", 16) == pytest.approx(whole, rel=0.1)
     assert needed_bytes(plan, "float32", 16) == needed_bytes(plan, "own", 16)
@@ -43,11 +44,13 @@ def test_it_is_as_much_as_all_ranks_take_in_their_first_forward():
     assert needed_bytes(halves, "float64", 16) == 4 * needed_bytes(halves, "own", 16)
 
 
-def test_where_weights_take_most_it_is_what_training_takes():
-    plan = plan_of()
-    # Weights, gradients and momentum of each rank, and what is kept of one process.
-    whole = (4 * 3 + 2) * 4 * MIB
-    assert needed_bytes(plan, "own", 1) == pytest.approx(whole, rel=0.1)
+def test_in_micro_batches_it_is_what_one_process_takes():
+    plan = plan_of(micro_batches=4)
+    # What a rank has of a micro-batch is what the plan says that it has at once: a fourth of the
+    # samples hold as much. The whole batch is 64 samples, beside the other ranks' weights.
+    of_sample = 4 * 4 * MIB
+    whole = (3 + 3) * 4 * MIB + 64 * of_sample
+    assert needed_bytes(plan, "own", 64) == pytest.approx(whole, rel=0.1)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_started(free, monkeypatch):
@@ -63,8 +66,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_started(free, monkeypat
         mw.verify(plan)
     assert len(started) == 1
     assert str(error.value) == (
-        "to verify the plan, 4 ranks and one process take about 544.0 MiB of this host's memory "
-        "(16 samples in float64), and 544.0 MiB are free: give --batch 8 (batch=8), or set "
+        "to verify the plan, 4 ranks and one process take about 240.0 MiB of this host's memory "
+        "(16 samples in float64), and 240.0 MiB are free: give --batch 8 (batch=8), or set "
         "MESHWRIGHT_CHECK_MEMORY=0"
     )
     monkeypatch.setenv("MESHWRIGHT_CHECK_MEMORY", "0")
