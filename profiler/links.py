@@ -19,6 +19,7 @@ from ..executor.comm.pairwise import connect
 from ..executor.comm.setups import device_name, software
 from ..executor.launch.devices import ranks_on
 from ..executor.launch.start import memory_bytes
+from ..models.units.storages import release_workspaces
 from ..planner.cost.collectives import Fabric, rings
 from ..planner.cost.redistribution import all_to_all_load
 from ..planner.memory.reserved import fragments_bytes
@@ -184,13 +185,12 @@ def workspace_bytes(device: torch.device) -> int:
     left: cuBLAS a workspace for each thread and stream that has made a product."""
     if device.type == "cpu":
         return 0
-    # What was taken before is taken anew, and so is seen.
-    torch._C._cuda_clearCublasWorkspaces()
-    before = torch.cuda.memory_allocated(device)
-    for dtype in (torch.float32, torch.bfloat16):
+    release_workspaces(device)  # what was taken before is taken anew, and so is seen
+    # Not all libraries compute in bfloat16 on GPUs that have no such arithmetic.
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    for dtype in (torch.float32, torch.bfloat16 if native else torch.float16):
         _train_once(device, dtype)
-    synchronise(device)
-    return max(torch.cuda.memory_allocated(device) - before, 0)
+    return release_workspaces(device)
 
 
 @torch.enable_grad()

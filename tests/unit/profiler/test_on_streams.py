@@ -14,6 +14,7 @@ import torch.distributed as dist
 from meshwright.executor.launch import devices, start
 from meshwright.models.replay import UnitCall
 from meshwright.models.spec import UnitSpec
+from meshwright.models.units.storages import peak_bytes
 from meshwright.models.workload import Batch
 from meshwright.planner.memory.reserved import fragments_bytes
 from meshwright.planner.schema.cluster import Device
@@ -168,7 +169,7 @@ class Allocator:
             torch._C, "_cuda_clearCublasWorkspaces", self.workspaces.clear, raising=False
         )
         monkeypatch.setattr(links, "_train_once", self.train)
-        monkeypatch.setattr(links, "synchronise", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
     @property
     def allocated(self) -> int:
@@ -179,11 +180,20 @@ class Allocator:
         self.workspaces |= {"main": 3 * GIB, "backward": 2 * GIB}
 
 
-def test_workspaces_of_libraries_are_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("native", "half"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_workspaces_of_libraries_are_no_tensors(
+    monkeypatch: pytest.MonkeyPatch, native: bool, half: torch.dtype
+) -> None:
     allocator = Allocator(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
     assert links.workspace_bytes(GPU) == links.workspace_bytes(GPU) == 5 * GIB
-    assert {torch.float32, torch.bfloat16} == set(allocator.trained)
+    assert {torch.float32, half} == set(allocator.trained)
     assert links.workspace_bytes(CPU) == 0
+    # Nor are they of what a step is measured to take.
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 * GIB)
+    allocator.workspaces["main"] = 3 * GIB
+    assert peak_bytes(lambda: None, [], GPU) == 4 * GIB
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

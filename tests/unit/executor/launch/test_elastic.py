@@ -485,7 +485,8 @@ def test_a_plan_that_needs_more_than_is_free_is_made_again(ssh, min_nodes):
     (again,) = (text for text in said if "planned again" in text)
     assert again.startswith(
         "on a: rank 0 has 1 byte of memory free and needs 2 bytes for the plan: planned again "
-        f"within {size(int(0.9 * peak))} for 3 ranks, predicted "
+        f"within {size(int(0.9 * peak))} on a rank, what it holds already among "
+        "them, for 3 ranks, predicted "
     )
     # Nothing had run, so nothing is gone on from that was not asked for.
     order = json.loads((ssh / "order-a-1").read_text())
