@@ -495,11 +495,11 @@ class CostModel(Exchanges):
         seconds = redistribution_s(self.fabric, moved, element_bytes, backward=backward)
         return seconds + self._around_s(moved.needed * element_bytes) * (seconds > 0)
 
-    def move_host_s(self, ahead: Reals, behind: Reals) -> Reals:
+    def move_host_s(self, *ways_s: Reals) -> Reals:
         """What a GPU's host takes in a step to issue redistributions that take so many seconds
-        forward and backward: those that take any."""
-        ways = (ahead > 0).astype(float) + (behind > 0)
-        return self.micro_batches * self._issued_move_s * ways
+        each way: those that take any."""
+        moves: Reals = np.sum([seconds > 0 for seconds in ways_s], axis=0, dtype=np.float64)
+        return self.micro_batches * self._issued_move_s * moves
 
     @property
     def _issued_move_s(self) -> float:

@@ -160,11 +160,8 @@ class UnitFigures:
         found = plain.copy()
         found[:, AT["backward"]] += plain[:, AT["forward"]] + self.model.rerun_s(k)
         found[:, AT["host"]] += self._more_host_s(k, "recompute")
-        inner_s = [
-            [self.model.inner_host_s(k, *state[::-1], again=again) for again in (False, True)]
-            for state in states
-        ]
-        found[:, AT["host"]] += [again - once for once, again in inner_s]
+        again_s = plain[:, [AT[f"inner_forward.{link}"] for link in LINKS]].sum(axis=1)
+        found[:, AT["host"]] += self.model.move_host_s(again_s)
         for link in LINKS:
             found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
         # What stays is ``MemoryModel._resident`` and the unit's gathered input.
@@ -229,14 +226,14 @@ class UnitFigures:
         """All of a unit that its figures depend on, but for its curves."""
         unit, owned = self.model.profile.units[k], self.model.owned[k]
         divided = [{name for name, _ in s.sharded} for s in unit.splits]
+        # By their dimensions, and in a norm, parameters are sent whole.
         sizes = tuple(
-            (p.bytes, p.trainable, self.model.sends_whole(k, p), *(p.shared in d for d in divided))
-            for p in owned
+            (p.bytes, p.trainable, len(p.shape), *(p.shared in d for d in divided)) for p in owned
         )
         out = self.model.output_bytes_per_sample(k)
         added = tuple(self.model.partial_sums_per_sample(k, s.style) for s in unit.splits)
         statistics = unit.state_bytes, unit.batch_statistics, unit.statistics_bytes
-        return sizes, statistics, out, added, self.model.summed_bytes[k]
+        return sizes, unit.kind == "norm", statistics, out, added, self.model.summed_bytes[k]
 
     def _readers_of(self, states: tuple[State, ...]) -> tuple[list[CurveReader], CurveReader]:
         """Readers of curves at the samples of the busiest group of each kind of device, and at this
