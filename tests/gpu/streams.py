@@ -31,6 +31,15 @@ SCATTERS = [n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if has
 COLLECTIVES = ("all_reduce", "all_gather", *GATHERS, *SCATTERS, "all_to_all_single", "broadcast")
 
 
+_streamed: set[str] = set()
+"""The names of the process groups that are taken for groups on streams."""
+
+
+def of_streams(group: dist.ProcessGroup) -> bool:
+    """Whether a process group is taken for one on a device's streams."""
+    return str(group.group_name) in _streamed
+
+
 @contextmanager
 def on_streams(*, on_cpu: bool = False) -> Iterator[torch.device]:
     """Where tensors of the test are: on a GPU if there is one, unless it is to be ``on_cpu``. There
@@ -48,7 +57,11 @@ def on_streams(*, on_cpu: bool = False) -> Iterator[torch.device]:
     def on_stream(*args: Any, **options: Any) -> Group:
         found = made(*args, **options)
         backend = args[6] if len(args) > 6 else options.get("backend")
-        return found if backend == CONTROL_BACKEND else replace(found, on_stream=True)
+        if backend == CONTROL_BACKEND:
+            return found
+        if found.handle is not None:
+            _streamed.add(str(found.handle.group_name))
+        return replace(found, on_stream=True)
 
     with (
         patch.object(groups, "_make_group", on_stream),

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from collectives import told
 from meshwright.executor.apply import apply
 from meshwright.executor.capability import CAPABILITY
@@ -21,12 +22,22 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.local_steps import LocalSteps
 from meshwright.planner.schema.plan import Plan, UnitPlan
 from plans import plan, scheduled, unit
-from streams import COLLECTIVES, GATHERS, SCATTERS, Issued, check_one_order, on_streams, recorded
+from streams import (
+    COLLECTIVES,
+    GATHERS,
+    SCATTERS,
+    Issued,
+    check_one_order,
+    of_streams,
+    on_streams,
+    recorded,
+)
 from test_local_steps import AT_ONCE, STREAMED, Alone, alike, apart, my_part, of_host, slower
 from test_sharded import OPTIMIZERS, loss_of, net
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
+from waits import waits_return_at_once
 
 POLICIES = ("sharded", "fully_sharded", "topk", "dropped", "int8", "low_rank")
 FEEDBACK = ("in_place", "mirror", "host_mirror")
@@ -44,6 +55,9 @@ POLICIES_OF_MEMORY = ("", "recompute", "segments", "offload")
 # Steps of micro-batches, and with a loss that is scaled.
 WITH_PIECES = ("", "priority", "sharded", "fully_sharded", "topk", "topk+mirror", "dropped")
 WITH_SCALER = ("", "priority", "sharded", "fully_sharded", "topk", "topk+in_place")
+
+
+on_cpus = pytest.mark.skipif(torch.cuda.is_available(), reason="there are streams")
 
 
 def named(*parts: str) -> str:
@@ -123,6 +137,14 @@ def data(size: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, 64, generator=generator).double()
     return inputs.to(device), torch.randint(10, (size,), generator=generator).to(device)
+
+
+def trains_behind_the_host(rank: int, kind: str) -> Issued:
+    """The same where waits for collectives return at once."""
+    with waits_return_at_once(of_streams) as wire:
+        issued = trains(rank, kind)
+    assert wire.held  # or the host was never ahead
+    return issued
 
 
 def trains(rank: int, kind: str) -> Issued:
@@ -222,6 +244,49 @@ def by_pace(kinds: Sequence[str]) -> list[Any]:
 @pytest.mark.parametrize("kind", by_pace(KINDS))
 def test_training_equals_one_process(ranks, kind):
     rows = ranks(2)(trains, kind)
+    assert all(rows)
+    check_one_order(rows)
+
+
+# Each exchange in each layout; what else there is to choose with one or two of them. Without plans
+# that leave ranks idle: the hosts of both ranks wait for each other there, for a reason not found.
+OTHERS = {*POLICIES_OF_MEMORY, "scaler", "burst"}
+AHEAD = [kind for kind in KINDS if not set(kind.split("+")) & OTHERS]
+AHEAD += [
+    named(*parts)
+    for parts in product(("", "divided"), ("priority", "sharded"), ("recompute", "segments"))
+]
+
+
+def reads_too_early(rank: int) -> None:
+    with waits_return_at_once(lambda group: True) as wire:
+        one, other = torch.ones(4), torch.ones(4)
+        works = [
+            dist.all_reduce(tensor, group=dist.group.WORLD, async_op=True)
+            for tensor in (one, other[:2])
+        ]
+        works[0].wait()
+        assert one.sum() == 8.0
+        assert other[2:].sum() == 2.0  # of the same storage, and not under way
+        with pytest.raises(
+            AssertionError, match="add_ uses .* and nobody waited"
+        ):
+            other.add_(1.0)
+        works[1].wait()
+        assert other.add_(1.0).tolist() == [3.0, 3.0, 2.0, 2.0]
+    assert not wire.under_way
+
+
+@on_cpus
+def test_who_uses_what_is_under_way_is_found_out(ranks):
+    ranks(2)(reads_too_early)
+
+
+# A device's own waits return at once, in all other tests.
+@on_cpus
+@pytest.mark.parametrize("kind", by_pace(AHEAD))
+def test_nothing_is_used_before_it_is_waited_for(ranks, kind):
+    rows = ranks(2)(trains_behind_the_host, kind)
     assert all(rows)
     check_one_order(rows)
 
