@@ -106,7 +106,9 @@ def probe(
             interference = measure_interference(group)
         measured.append((level, group_sets, group))
         _leave(group)
-    devices, memories = _with_reserves(devices, where, taken_in_a_run(where))
+    # As much as the slowest of the links has carried in time.
+    sizes_bytes = [max(size for _, size in group.seconds) for _, _, group in measured]
+    devices, memories = _with_reserves(devices, where, taken_in_a_run(where, min(sizes_bytes)))
     # All plan from rank 0's figures, to the last digit.
     answer: list[Any] = [_cluster(hosts, devices, measured, interference, rates, memories)]
     dist.broadcast_object_list(answer, src=0)
@@ -148,10 +150,6 @@ def _with_reserves(
     return found, [memory for _, memory in rows]
 
 
-COMMUNICATOR_BYTES = 1 << 24
-"""Of a message that each collective sends once: NCCL takes its buffers when they are needed."""
-
-
 def communicators(ranks: int) -> int:
     """How many groups with tensors so many ranks have in a run with units that are divided to one
     degree: of all ranks those of gradients and of statistics, and of the divided units these and
@@ -160,16 +158,17 @@ def communicators(ranks: int) -> int:
     return 5 if any(ranks % degree == 0 for degree in range(2, ranks)) else 3
 
 
-def taken_in_a_run(device: torch.device) -> int:
+def taken_in_a_run(device: torch.device, message_bytes: int) -> int:
     """``taken_bytes`` while as many communicators are there as a run has, of all ranks, and the
-    workspaces of a step. Collective over all ranks."""
+    workspaces of a step. Each collective sends a message of ``message_bytes`` once, as NCCL takes
+    its buffers when they are needed. Collective over all ranks."""
     if device.type == "cpu":
         return 0
     workspaces, ranks = workspace_bytes(device), dist.get_world_size()
     groups = [join([tuple(range(ranks))], device) for _ in range(communicators(ranks))]
     for group in groups:
         for collective in COLLECTIVES:
-            group.operation(collective, COMMUNICATOR_BYTES)()
+            group.operation(collective, message_bytes)()
     synchronise(device)
     # Of a GPU that they share all ranks see what all take, and none has left when another looks.
     groups[0].meet()

@@ -21,6 +21,7 @@ its device for a number, the host waits until the device is that far, which is s
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import inf, sqrt
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..executor.apply import apply
+from ..executor.comm.groups import given_back
 from ..executor.memory import offload
 from ..executor.optimizer.kinds import optimizer_for
 from ..executor.parallel import run_of
@@ -91,6 +93,8 @@ AWAY = _Toy(48, width=64, memory="offload", rows=offload.LEAST_BYTES // (4 * 64)
 RATIO = 0.25
 # As large as a layer's matrix and bias, so that each layer has a slice.
 IN_SLICES = MANY._replace(message_bytes=MANY.bytes // MANY.layers)
+# Each layer by itself is more than small units of which several are gathered together.
+WIDE = MANY._replace(width=192)
 # The large toy has as many layers as the small one; the width is bounded on both sides.
 WIDTHS = (64, 1024)
 DIVIDED_LAYERS = 12
@@ -128,7 +132,8 @@ def measure_overheads(
     which exchanges and moves nothing, those of its hooks. Ranks are CPUs unless each names its
     ``device``. ``tick`` is told the share that is over. Collective over the default group."""
     if device is not None and device.type == "cuda":
-        return _of_hosts(device, rounds, tick)
+        with given_back():
+            return _of_hosts(device, rounds, tick)
     ranks = dist.get_world_size()
     large = _large(ranks, bytes_per_s) if ranks > 1 else None
     exchanging = (SMALL, MANY, large) if large else (SMALL, MANY)
@@ -186,12 +191,21 @@ def _of_hosts(
 def _exchanging() -> tuple[_Toy, ...]:
     """The toys of many layers whose gradients travel otherwise than in one dense message."""
     others = get_args(HostedExchange)
-    return (IN_SLICES, *(_without(name)._replace(exchange=name) for name in others))
+    return (IN_SLICES, WIDE, *(_without(name)._replace(exchange=name) for name in others))
 
 
 def _without(exchange: HostedExchange) -> _Toy:
     """The toy that another one with that exchange is compared with."""
-    return IN_SLICES if exchange == "bf16" else MANY
+    return {"bf16": IN_SLICES, "fully_sharded": WIDE}.get(exchange, MANY)
+
+
+def _more_messages(exchange: HostedExchange) -> float:
+    """The messages of the toy of that exchange more than those of the other in a step."""
+    # Sums and parameters; of each matrix and each bias, for both uses; and lossy ones apart from
+    # biases, but for low rank's, of which a share travels in turns or which travel together.
+    apart = {"topk": MANY.layers, "int8": MANY.layers, "dropped": RATIO * MANY.layers}
+    both = {"sharded": 1.0, "fully_sharded": 2.0 * WIDE.parameters, "low_rank": 1.0}
+    return {**apart, **both}.get(exchange, 0.0)
 
 
 def _divided(ranks: int) -> tuple[_Toy, _Toy]:
@@ -206,11 +220,19 @@ def _around_collectives(plain: _Excess, found: Sequence[_Excess]) -> dict[str, A
     the ``plain`` toy has: the same whatever the schedule."""
     *exchanged, undivided, divided = found
     in_slices, *others = exchanged
-    dense = {MANY: plain, IN_SLICES: in_slices}
+    wide, *others = others
+    dense = {MANY: plain, IN_SLICES: in_slices, WIDE: wide}
+    message_s = max(in_slices.seconds - plain.seconds, 0.0) / (IN_SLICES.layers - 1)
+
+    def each_s(name: HostedExchange, other: _Excess) -> float:
+        more_s = other.seconds - dense[_without(name)].seconds - _more_messages(name) * message_s
+        # Lossy exchanges send biases whole, and each layer has a message where there are several.
+        return max(more_s, 0.0) / (MANY.parameters if name in SHARDING else MANY.layers)
+
     return {
-        "message_s": max(in_slices.seconds - plain.seconds, 0.0) / (IN_SLICES.layers - 1),
+        "message_s": message_s,
         "exchanges": tuple(
-            ExchangeHostTime(exchange=name, each_s=_more_s(name, dense[_without(name)], other))
+            ExchangeHostTime(exchange=name, each_s=each_s(name, other))
             for name, other in zip(get_args(HostedExchange), others, strict=True)
         ),
         "move_s": _move_s(undivided, divided),
@@ -233,13 +255,6 @@ def _rerun_s(kept: _Excess, recomputed: _Excess) -> float:
     """Seconds around the second forward of a layer that is recomputed."""
     more_s = recomputed.seconds - kept.seconds - recomputed.forward_s
     return max(more_s / AGAIN.layers, 0.0)
-
-
-def _more_s(exchange: HostedExchange, dense: _Excess, other: _Excess) -> float:
-    """Seconds more than a dense exchange for each parameter, or message of a wire format."""
-    # Lossy exchanges send biases whole, and each layer has a message where there are several.
-    each = MANY.parameters if exchange in SHARDING else MANY.layers
-    return max(other.seconds - dense.seconds, 0.0) / each
 
 
 def _move_s(undivided: _Excess, divided: _Excess) -> float:
@@ -307,6 +322,7 @@ def _excess(
     planned, optimizer = apply(model, _updated(model), _plan(toy, ranks, schedule))
     assert optimizer is not None, "an optimizer comes back where one was given"
     meter, gradients = run_of(planned).meter, run_of(planned).gradients
+    timed_under = partial(_timed, planned, optimizer, in_use=toy.exchange == "fully_sharded")
     plainly, under, local, forward = (list[float]() for _ in range(4))
     begun = time.perf_counter()
     while len(plainly) < rounds + UNCOUNTED:
@@ -314,12 +330,12 @@ def _excess(
         plainly.append(seconds)
         forward.append(forward_s)
         if device.type == "cuda":  # the host waits for nothing
-            seconds, _ = _timed(planned, optimizer, batch)
+            seconds, _ = timed_under(batch)
             local.append(seconds)
             under.append(seconds)
         else:
             before = meter.seconds, gradients.exposed_s, gradients.voting_s
-            seconds, _ = _timed(planned, optimizer, batch)
+            seconds, _ = timed_under(batch)
             moving, exposed, voting = meter.seconds, gradients.exposed_s, gradients.voting_s
             local.append(seconds - (moving - before[0]) - (exposed - before[1]))
             under.append(local[-1] + voting - before[2])
@@ -343,10 +359,11 @@ def _model(toy: _Toy) -> nn.Module:
 
 
 def _timed(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, *, in_use: bool = False
 ) -> tuple[float, float]:
     """Seconds of one whole step, which all ranks begin together, and of its forward: what an
-    optimizer that returns at once leaves to do is waited for; on GPUs, until it is issued."""
+    optimizer that returns at once leaves to do is waited for, but ``in_use``, which looking at
+    parameters would gather; on GPUs, until it is issued."""
     dist.barrier()
     synchronise(batch.device)
     start = time.perf_counter()
@@ -357,7 +374,7 @@ def _timed(
     optimizer.step()
     optimizer.zero_grad()
     # Any use of a parameter waits for its update, where the optimizer returned before it was done.
-    for parameter in model.parameters():
+    for parameter in () if in_use else model.parameters():
         parameter.detach()
     return time.perf_counter() - start, forward_s
 

@@ -78,7 +78,7 @@ from .progress import StageProgress
 # separately (``interference.measure_interference``) and applied by the simulation.
 
 # Seconds that measuring links, and the executor's own work, mostly takes.
-LINKS_S, OVERHEAD_S = 15.0, 8.0
+LINKS_S, OVERHEAD_S, OF_HOSTS_S = 15.0, 8.0, 16.0
 # Of a device's memory, what measuring may take: others may be on the machine.
 ROOM = 0.6
 # Hosts of which one takes at most so many times as long as another are taken to be equally fast: so
@@ -189,7 +189,10 @@ def _cluster_key(places: Sequence[object], device: torch.device) -> str:
 def _probe(device: torch.device, progress: Step | None) -> Cluster:
     """The links, and what the executor itself adds to a step. Collective."""
     alone = dist.get_world_size() == 1
-    expected_s = ({} if alone else {"links": LINKS_S}) | {"overhead": OVERHEAD_S}
+    links_s = {} if alone else {"links": LINKS_S}
+    # On several GPUs each exchange is tried.
+    overhead_s = OF_HOSTS_S if device.type == "cuda" and not alone else OVERHEAD_S
+    expected_s = links_s | {"overhead": overhead_s}
     stages = StageProgress(progress, expected_s)
 
     def told(done: int, total: int, what: str) -> None:
@@ -296,7 +299,7 @@ def _inputs_of(batch: Batch) -> list[object]:
 
 def _how(device: torch.device) -> tuple[str, ...]:
     """What is measured in another way than by earlier versions, whose results are not the same."""
-    return ("hosts apart",) if device.type == "cuda" else ()
+    return ("hosts apart", "collectives by hosts") if device.type == "cuda" else ()
 
 
 def _code_of(model: nn.Module, loss: Callable[..., Any]) -> list[object]:

@@ -54,7 +54,11 @@ class Staging:
             return torch.empty(view.shape, dtype=view.dtype)
         # Counted for good: torch keeps pinned what is freed.
         self._pinned_bytes += needed
-        return pinned_block(view.nbytes).view(view.dtype).view(view.shape)
+        try:
+            return pinned_block(view.nbytes).view(view.dtype).view(view.shape)
+        except RuntimeError:  # its driver has no more
+            self._pinned_bytes = PINNED_BYTES
+            return torch.empty(view.shape, dtype=view.dtype)
 
 
 def _wait(device: torch.device) -> None:

@@ -367,6 +367,21 @@ def _two_way(higher: Group, lower: Group) -> Group:
     return both
 
 
+@contextmanager
+def given_back() -> Iterator[None]:
+    """Ends the groups with tensors that are made meanwhile, which nobody may use any more then: on
+    GPUs each has buffers that a run by other groups would lack. Collective."""
+    default = dist.group.WORLD
+    assert default is not None, "groups are made within a process group"
+    known = _handles.setdefault(default, {})
+    before = set(known)
+    try:
+        yield
+    finally:
+        for key in [key for key in known if key not in before and CONTROL_BACKEND not in key]:
+            dist.destroy_process_group(known.pop(key))
+
+
 def _carries(handle: dist.ProcessGroup, device: torch.device, backend: str | None) -> bool:
     """Whether the device's streams carry what goes over a group made for that backend."""
     if backend == CONTROL_BACKEND or device.type != "cuda":

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import nn
 
+from ...models.units.storages import release_workspaces
 from ...models.workload import device_of
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record, load, save
@@ -146,8 +147,10 @@ class _RunFigures:
         if not steps:
             return None
         step_s, blocking_s, exposed_s = map(self._typical, zip(*steps, strict=True))
-        on_cpu = self._device.type != "cuda"
-        peak = None if on_cpu else torch.cuda.max_memory_allocated(self._device)
+        peak = None
+        if self._device.type == "cuda":
+            most = torch.cuda.max_memory_allocated(self._device)
+            peak = most - release_workspaces(self._device)
         figures = Figures(
             step_s=step_s, blocking_s=blocking_s, exposed_s=exposed_s, peak_bytes=peak,
             reserved_bytes=reserved_at_most(self._device),

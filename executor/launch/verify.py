@@ -416,7 +416,7 @@ def _moved(model: nn.Module, dtype: DtypeName, device: torch.device | str) -> nn
 # would be of another type than elsewhere: so every rank runs one. Of the whole batch only rank 0
 # does, as it will when it trains alone: all ranks of a host at once could lack the memory.
 def _run_first(model: nn.Module, batch: Batch, plan: Plan) -> None:
-    """One forward of the whole batch, on ranks that run none of a share."""
+    """One forward of the whole batch, on rank 0 and on ranks that run none of a share."""
     if dist.get_rank() == 0 or _share_to_run(plan, batch.size) is None:
         _run_once(model, batch)
 

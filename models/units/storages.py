@@ -194,8 +194,8 @@ def peak_bytes(
     that live throughout and without the ``excluded`` ones, which are there for the measurement
     only.
 
-    On CUDA what the allocator gave out, but for ``release_workspaces``; elsewhere what
-    ``LiveStorages`` counts.
+    On CUDA what the allocator gave out, but for ``release_workspaces``: what is done should be so
+    twice, so that they are there in all of the second time. Elsewhere what ``LiveStorages`` counts.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -349,19 +349,20 @@ class CostModel(Exchanges):
     def exchange_host_s(self, k: int, option: Option) -> float:
         """Of these what its exchange takes beyond what overheads have for each parameter: messages,
         and what is done to a parameter's gradient but in a dense exchange."""
-        if option.layout.groups == 1:
+        overhead = self._overhead
+        if option.layout.groups == 1 or not (overhead.message_s or overhead.exchanges):
             return 0.0
-        overhead, codings = self._overhead, self.codings(k, option)
-        messages = self.own_messages(self.unit_sizes(k, option).gradient_bytes)
-        took_s = messages * overhead.message_s
+        messages = self.own_messages(k, option)
         if option.shards:
-            trained = sum(p.trainable for p in self.owned[k])
-            # What is gathered for each use is so in each micro-batch.
+            # What is gathered for each use is so in each micro-batch, forward and backward.
             times = self.micro_batches if option.gathers else 1
-            took_s += took_s + times * trained * overhead.exchange_s(option.exchange)
-        elif option.lossy:
-            took_s += codings * overhead.exchange_s(option.exchange)
-        return took_s + (codings * overhead.exchange_s(option.wire) if option.rounded else 0.0)
+            messages += (2 * times if option.gathers else 1) * self.own_gathers(k, option)
+            count: float = times * sum(p.trainable for p in self.owned[k])
+        else:
+            count = self.codings(k, option) if option.lossy else 0
+        took_s = messages * overhead.message_s + count * overhead.exchange_s(option.exchange)
+        rounded_s = overhead.exchange_s(option.wire) if option.rounded else 0.0
+        return took_s + rounded_s * self.own_messages(k, option)
 
     def alone_host_s(self, k: int, micro_batches: int = 1) -> float:
         """``working_host_s`` without the executor's own work."""
@@ -392,7 +393,9 @@ class CostModel(Exchanges):
         name = option.exchange if option.lossy else option.wire
         found = [kind.profile.compression_rate(name, option.ratio) for kind in self.kinds]
         rates = [rate for rate in found if rate is not None]
-        groups, times = option.layout.groups, self.codings(k, option)
+        groups = option.layout.groups
+        fixed = any(r.fixed_s or r.received_fixed_s or r.gathered_fixed_s for r in rates)
+        times = self.codings(k, option) if fixed else 0.0
         before = (trained_bytes * r.seconds_per_byte + times * r.fixed_s for r in rates)
         after = (
             trained_bytes * (r.received_seconds_per_byte + groups * r.gathered_seconds_per_byte)

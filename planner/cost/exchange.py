@@ -355,21 +355,40 @@ class Exchanges(Structure):
         gradient that travels in part, in eight bits for each of its slices, or for each message
         that is rounded whole."""
         if not option.lossy:
-            return self.own_messages(sum(p.bytes for p in self.owned[k] if p.trainable))
-        parts = [p for p in self.owned[k] if p.trainable and not self.sends_whole(k, p)]
-        if option.exchange != "int8":
-            return len(parts)
-        return sum(ceil(p.bytes / option.layout.degree / self.message_bytes) for p in parts)
+            return self.own_messages(k, option)
+        apart = [g.shared_bytes for g in self.gradients(k, option) if not g.whole]
+        return self._sliced(apart) if option.exchange == "int8" else len(apart)
 
-    def own_messages(self, payload_bytes: int) -> float:
-        """How many messages a unit's exchange is: whole slices, or its part of those that several
-        units share."""
-        if not self.sliced:
-            return payload_bytes / self.message_bytes
-        shared_bytes = min(PACKED_BYTES, self.message_bytes)
-        if payload_bytes <= shared_bytes:
-            return payload_bytes / shared_bytes
-        return ceil(payload_bytes / self.message_bytes)
+    def own_messages(self, k: int, option: Option) -> float:
+        """How many messages carry the gradients of unit ``k`` in a step, one way: as
+        ``simulate.slicing`` cuts them, with its part of those that units share."""
+        found = self.gradients(k, option)
+        apart = [g for g in found if option.lossy and not g.whole]
+        whole = self._in_packs([g.shared_bytes for g in found if not option.lossy or g.whole])
+        if option.exchange == "low_rank":
+            return whole + min(sum(g.packed_bytes for g in apart) / PACKED_BYTES, 1.0)
+        if option.exchange == "topk":
+            return whole + len(apart)
+        return whole + self._sliced([g.shared_bytes for g in apart])
+
+    def own_gathers(self, k: int, option: Option) -> float:
+        """How many messages carry its parameters once, to all who own a part of them: on a device's
+        streams large ones are gathered whole."""
+        return self._in_packs([g.shared_bytes for g in self.gradients(k, option)], whole=True)
+
+    def _sliced(self, sizes: Sequence[int]) -> int:
+        return sum(ceil(size / self.message_bytes) for size in sizes)
+
+    def _in_packs(self, sizes: Sequence[int], *, whole: bool = False) -> float:
+        """The messages of gradients of those sizes, of which small ones share some; ``whole``:
+        large ones are not cut."""
+        shared_bytes = min(PACKED_BYTES, self.message_bytes) if self.sliced else self.message_bytes
+        if not self.sliced or sum(sizes) <= shared_bytes:
+            return sum(sizes) / shared_bytes
+        large = [size for size in sizes if size >= shared_bytes]
+        small_bytes = sum(sizes) - sum(large)
+        cut = len(large) if whole else self._sliced(large)
+        return cut + ceil(small_bytes / self.message_bytes)
 
     def ring(self, layout: Layout, which: str, each: int = 1) -> Rings:
         """The rings over a layout's ``peers``, or over ``all`` positions; of ``each`` peers on a

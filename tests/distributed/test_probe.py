@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
+from meshwright.executor.comm import groups
 from meshwright.executor.memory import offload
 from meshwright.planner.schema.cluster import Cluster, HostedExchange, StepOverhead
 from meshwright.planner.schema.errors import InputError
@@ -195,8 +196,13 @@ class Host:
 
 
 def hosts_work(rank: int) -> tuple[StepOverhead, StepOverhead]:
-    with patch.object(offload, "host_of", lambda device: Host()):
-        return _of_hosts(torch.device("cpu"), 9, lambda share: None)
+    known = groups._handles.setdefault(dist.group.WORLD, {})
+    before = set(known)
+    with patch.object(offload, "host_of", lambda device: Host()), groups.given_back():
+        found = _of_hosts(torch.device("cpu"), 9, lambda share: None)
+    # On GPUs each would keep a communicator's buffers.
+    assert all(groups.CONTROL_BACKEND in key for key in set(known) - before)
+    return found
 
 
 @pytest.mark.alone

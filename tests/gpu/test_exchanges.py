@@ -268,9 +268,7 @@ def reads_too_early(rank: int) -> None:
         works[0].wait()
         assert one.sum() == 8.0
         assert other[2:].sum() == 2.0  # of the same storage, and not under way
-        with pytest.raises(
-            AssertionError, match="add_ uses .* and nobody waited"
-        ):
+        with pytest.raises(AssertionError, match=r"add_ uses .* and nobody waited"):
             other.add_(1.0)
         works[1].wait()
         assert other.add_(1.0).tolist() == [3.0, 3.0, 2.0, 2.0]

@@ -96,6 +96,23 @@ def test_no_more_is_pinned_than_may_be(device: Device, monkeypatch: pytest.Monke
     assert torch.equal(copied[0], torch.ones(KIB))
 
 
+def test_where_no_more_can_be_pinned_memory_is_as_usual(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver may have less than the host: WSL does."""
+
+    def refused(size_bytes: int) -> Tensor:
+        device.pinned.append(size_bytes)
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(staging, "pinned_block", refused)
+    kept = Staging()
+    with device:
+        copied = values(kept.copies(stored(torch.ones(8), torch.ones(4))))
+    assert device.pinned == [32]  # it is not asked again
+    assert all(map(torch.equal, copied, [torch.ones(8), torch.ones(4)]))
+
+
 def test_what_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []
 

@@ -210,6 +210,7 @@ FIXED = {"fixed_s": 1e-3, "received_fixed_s": 1e-4, "gathered_fixed_s": 1e-5}
         (HOME._replace(exchange="low_rank", ratio=0.1), 1),  # its bias travels whole
         (HOME._replace(exchange="int8"), 4),  # slices of 10,000 bytes
         (HOME._replace(wire="bf16"), 5),  # its bias makes a fifth one
+        (Option(Layout(groups=2, degree=2), "column", wire="bf16"), 3),  # of a member's half
     ],
 )
 def test_what_is_fixed_in_coding_counts_for_each_piece(option, codings):
@@ -231,7 +232,8 @@ def test_what_is_fixed_in_coding_counts_for_each_piece(option, codings):
 
     free, charged = unit(), unit(**FIXED)
     assert charged.backward_s - free.backward_s == pytest.approx(codings * 1e-3)
-    assert charged.update_s - free.update_s == pytest.approx(codings * (1e-4 + 4 * 1e-5))
+    each_s = 1e-4 + option.layout.groups * 1e-5
+    assert charged.update_s - free.update_s == pytest.approx(codings * each_s)
 
 
 def test_the_executor_costs_something_around_each_second_forward():

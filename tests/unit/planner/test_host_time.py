@@ -113,13 +113,15 @@ def test_hosts_issue_collectives() -> None:
         (HOME, 0.5e-3),
         (HOME._replace(wire="bf16"), 0.5e-3 + 0.5 * 7e-3),
         (HOME._replace(exchange="sharded"), 2 * 0.5e-3 + 3e-3),
-        (HOME._replace(exchange="low_rank", ratio=0.5), 0.5e-3 / 2 + 1 * 5e-3),
+        (HOME._replace(exchange="fully_sharded"), 0.5e-3 + 2 * 2 * 0.5e-3 + 2 * 4e-3),
+        (HOME._replace(exchange="low_rank", ratio=0.5), 0.5e-3 + 1 * 5e-3),
+        (HOME._replace(exchange="topk", ratio=0.5), 1e-3 + 1 * 6e-3),
         (Option(Layout(groups=1, degree=2), "column"), 0.0),
     ],
 )
 def test_hosts_issue_each_exchange(option: Option, more_s: float) -> None:
-    """A matrix that fills half of a pack takes half of a message, each way."""
-    found = {"bf16": 7e-3, "sharded": 3e-3, "low_rank": 5e-3}
+    """A matrix that fills half of a pack takes half of a message each way, in two micro-batches."""
+    found = {"bf16": 7e-3, "sharded": 3e-3, "low_rank": 5e-3, "topk": 6e-3, "fully_sharded": 4e-3}
     overhead = StepOverhead(
         message_s=1e-3,
         exchanges=tuple(ExchangeHostTime(exchange=n, each_s=s) for n, s in found.items()),
@@ -129,12 +131,15 @@ def test_hosts_issue_each_exchange(option: Option, more_s: float) -> None:
     unit = made.units[2]
     (weight,) = unit.parameters
     weight = msgspec.structs.replace(weight, shape=(128, size // 512), bytes=size)
-    kept = (FidelityProfile(exchange="low_rank", ratios=(0.5,), kept=(0.9,)),)
+    kept = tuple(
+        FidelityProfile(exchange=name, ratios=(0.5,), kept=(0.9,)) for name in ("low_rank", "topk")
+    )
     unit = msgspec.structs.replace(unit, parameters=(weight,), fidelity=kept)
     made = msgspec.structs.replace(made, units=(*made.units[:2], unit, *made.units[3:]))
     seconds = [
         CostModel(
-            made, msgspec.structs.replace(links(), overhead=each), Goal(batch=4), sliced=True
+            made, msgspec.structs.replace(links(), overhead=each), Goal(batch=4), sliced=True,
+            micro_batches=2,
         ).unit(2, option).host_s
         for each in (StepOverhead(), overhead)
     ]  # fmt: skip

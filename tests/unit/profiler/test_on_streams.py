@@ -216,17 +216,18 @@ def test_a_run_has_several_communicators(
 
     def join(sets: links.GroupSets, device: torch.device) -> Any:
         assert sets == [tuple(range(ranks))]
-        used: list[str] = []
+        used: list[tuple[str, int]] = []
         made = SimpleNamespace(
             used=used,
             meet=lambda: done.append("met"),
-            operation=lambda collective, size: lambda: used.append(collective),
+            operation=lambda collective, size: lambda: used.append((collective, size)),
         )
         open_groups.append(made)
         return made
 
     def taken(device: torch.device, workspaces: int) -> int:
-        assert all(one.used == list(collectives.COLLECTIVES) for one in open_groups)
+        every = [(name, 4096) for name in collectives.COLLECTIVES]
+        assert all(one.used == every for one in open_groups)
         done.append("looked")
         return workspaces + len(open_groups)
 
@@ -236,9 +237,9 @@ def test_a_run_has_several_communicators(
     monkeypatch.setattr(links, "join", join)
     monkeypatch.setattr(links, "taken_bytes", taken)
     monkeypatch.setattr(links, "_leave", open_groups.remove)
-    assert links.taken_in_a_run(GPU) == GIB + groups
+    assert links.taken_in_a_run(GPU, 4096) == GIB + groups
     assert (done, open_groups) == (["met", "looked", "met"], [])
-    assert links.taken_in_a_run(CPU) == 0
+    assert links.taken_in_a_run(CPU, 4096) == 0
 
 
 def test_ranks_that_share_a_gpu_have_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
