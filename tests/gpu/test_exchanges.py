@@ -248,10 +248,8 @@ def test_training_equals_one_process(ranks, kind):
     check_one_order(rows)
 
 
-# Each exchange in each layout; what else there is to choose with one or two of them. Without plans
-# that leave ranks idle: the hosts of both ranks wait for each other there, for a reason not found.
-OTHERS = {*POLICIES_OF_MEMORY, "scaler", "burst"}
-AHEAD = [kind for kind in KINDS if not set(kind.split("+")) & OTHERS]
+# Each exchange in each layout; what else there is to choose with one or two of them.
+AHEAD = [kind for kind in KINDS if not set(kind.split("+")) & {*POLICIES_OF_MEMORY, "scaler"}]
 AHEAD += [
     named(*parts)
     for parts in product(("", "divided"), ("priority", "sharded"), ("recompute", "segments"))
