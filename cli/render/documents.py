@@ -117,19 +117,20 @@ def bound_sentence(found: StepBottleneck) -> str:
             f"{step}): a larger --batch or torch.compile gives each operator more to do; what is "
             "recomputed or offloaded is issued again."
         )
-    if copies is not None and found.part == "compute" and 2 * copies.copies_s > found.part_s:
-        less = _fewer_copies(found, copies)
-        return (
-            f"Bound by copies to the host and back ({seconds(copies.copies_s)} of {step}): {less}."
-        )
-    words = _bound_by_part(found)
+    copied = copies is not None and found.part == "compute" and 2 * copies.copies_s > found.part_s
+    words = _bound_by_copies(found, copies) if copies and copied else _bound_by_part(found)
     if hosts is not None and hosts.waited_s > HIDDEN * found.step_s:
         waited, less = seconds(hosts.waited_s), _less_waiting(found, hosts)
         words += f" Waiting for other hosts takes {waited} of the step: {less}."
-    if copies is not None and copies.copies_s > RECOMPUTED * found.step_s:
+    if copies is not None and not copied and copies.copies_s > RECOMPUTED * found.step_s:
         taken, less = seconds(copies.copies_s), _fewer_copies(found, copies)
         words += f" Copies to the host and back take {taken} of the step: {less}."
     return words
+
+
+def _bound_by_copies(found: StepBottleneck, copies: HostCopies) -> str:
+    taken, less = seconds(copies.copies_s), _fewer_copies(found, copies)
+    return f"Bound by copies to the host and back ({taken} of {seconds(found.step_s)}): {less}."
 
 
 def _bound_by_part(found: StepBottleneck) -> str:

@@ -8,7 +8,14 @@ from meshwright.cli.render.documents import bound_sentence, prediction_table
 from meshwright.cli.render.explanations import explanation_tables
 from meshwright.planner.explain.compare import compare
 from meshwright.planner.explain.what_if import gains
-from meshwright.planner.explain.why import bottleneck, device_time, explain
+from meshwright.planner.explain.why import (
+    HostCopies,
+    HostsWait,
+    StepBottleneck,
+    bottleneck,
+    device_time,
+    explain,
+)
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.options import Decisions
@@ -111,6 +118,16 @@ def test_copies_beside_something_larger_are_told_besides():
     quick = problem(1e3 * RATE)
     sentence = bound_sentence(bottleneck(plan_of(quick, away(quick)), PROFILE, quick.cluster))
     assert "host" not in sentence
+
+
+def test_what_is_waited_for_other_hosts_is_told_beside_copies():
+    """Of a step of 1 s copies take most of what it computes, and other hosts 0.3 s."""
+    copies, hosts = HostCopies(0.4, 0.8, ("offload",), False), HostsWait(0.3, 8, 0.9, 0.95)
+    found = StepBottleneck("compute", 0.6, 1.0, 0.0, hosts=hosts, copies=copies)
+    sentence = bound_sentence(found)
+    assert sentence.startswith("Bound by copies to the host and back (400.00 ms of 1.00 s): ")
+    assert ". Waiting for other hosts takes 300.00 ms of the step: --inner-steps 16 " in sentence
+    assert sentence.count("opies to the host and back") == 1
 
 
 def test_tables_name_copies_where_there_are_any():
