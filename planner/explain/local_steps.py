@@ -50,7 +50,10 @@ def _bottleneck(
     copies = found.copies
     if copies is not None:
         wider = with_host_bandwidth(cluster, 2.0)
-        copies = copies._replace(faster_s=round_of(plan, profile, wider).step_s)
+        # A host has a limit of its own in any case: what hosts agree on is left out of its memory.
+        limited = plan.goal.memory_limit_bytes is not None
+        after_s = round_of(plan, profile, wider).step_s
+        copies = copies._replace(faster_s=after_s, limited=limited)
     return found._replace(
         part=part, part_s=parts[part], step_s=whole.step_s, faster_s=faster_s, hosts=wait,
         copies=copies,

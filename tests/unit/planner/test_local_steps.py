@@ -441,6 +441,19 @@ def test_what_is_waited_for_besides_computing_is_said():
     assert "up to 500" in sentence
 
 
+@pytest.mark.parametrize("limit", [None, 10**9])
+def test_a_higher_limit_is_advised_where_one_was_asked(limit):
+    """A host's own goal always has one: what is left of the device's memory."""
+    profile, links = profile_of(), links_of(50)
+    made, _ = planned(links, memory_limit_bytes=limit)
+    away = tuple(msgspec.structs.replace(unit, memory="offload") for unit in made.units)
+    device = msgspec.structs.replace(links.devices[0], host_bytes_per_s=1e9)
+    nodes = tuple(msgspec.structs.replace(node, devices=(device,)) for node in links.nodes)
+    there = msgspec.structs.replace(links, nodes=nodes)
+    found = hosts_apart.bottleneck(msgspec.structs.replace(made, units=away), profile, there)
+    assert found.copies.limited is (limit is not None)
+
+
 @pytest.mark.parametrize("objective", ["step", "gpu-seconds"])
 def test_explained_is_the_whole_plan(objective):
     profile, links = profile_of(), links_of(5, each=2, intra=1e10)
