@@ -24,7 +24,7 @@ from ..models.units.storages import OverBudgetError
 from ..models.workload import device_of
 from ..planner.memory.reserved import fragments_bytes
 from ..planner.schema.errors import InputError, NoRoomError
-from ..planner.schema.goal import STATE_COPIES, STATE_OPTIONS
+from ..planner.schema.goal import MOST_MICRO_BATCHES, STATE_COPIES, STATE_OPTIONS
 from ..planner.schema.pins import forbidding
 from ..planner.schema.plan import CLASS_NAMES, Plan
 from .cgroups import memory_groups
@@ -224,13 +224,14 @@ def refusal(plan: Plan, short: Sequence[MemoryShortage]) -> NoRoomError:
 
 def _micro_batches_that_fit(plan: Plan, short: Sequence[MemoryShortage]) -> int | None:
     """The fewest micro-batches, by doubling, in which the plan's feature maps leave as much room as
-    is missing; None where none do."""
+    is missing; None where none do, or where gradients are released early, which is not planned in
+    micro-batches."""
     moment = plan.prediction.fullest
-    if moment is None:
+    if moment is None or any(unit.early_release for unit in plan.units):
         return None
     missing = max(one.needed_bytes - one.free_bytes for one in short)
     maps, count = moment.feature_maps + moment.map_gradients, 2 * plan.micro_batches
-    while count * plan.world_size <= plan.goal.batch:
+    while count <= MOST_MICRO_BATCHES and count * plan.world_size <= plan.goal.batch:
         if maps * (1 - plan.micro_batches / count) >= missing:
             return count
         count *= 2

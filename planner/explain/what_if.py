@@ -16,6 +16,7 @@ from ..cost.cost import CostModel
 from ..schema.cluster import Cluster, CollectiveCurve, Device, Level, LevelName
 from ..schema.curve import Curve
 from ..schema.errors import InputError
+from ..schema.goal import MOST_MICRO_BATCHES
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Count, Record, Seconds
@@ -30,8 +31,6 @@ from ..solve.solver import expand_pins, solve, solvers
 
 GBIT_BYTES = 125_000_000
 GIB = 2**30
-# More micro-batches than this are not tried: a unit's samples get few and its kernels slow.
-MOST_MICRO_BATCHES = 8
 # Seconds after which no further number of micro-batches is tried.
 EFFORT_S = 5.0
 # Why nothing is said of more devices where one host was measured.

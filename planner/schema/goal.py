@@ -65,6 +65,9 @@ OBJECTIVES = {"step": "time", "gpu-seconds": "gpu_seconds"}
 BACKGROUND_LIMIT = 1.1
 """Default of what a background job may slow a step by."""
 
+MOST_MICRO_BATCHES = 8
+"""More are not proposed: a unit's samples get few and its kernels slow."""
+
 ROUNDED_FIDELITY = 0.9999
 """The share of a gradient's energy that is kept at least where nothing but rounding is allowed."""
 

@@ -59,9 +59,21 @@ def test_micro_batches_come_before_a_limit_where_they_make_enough_room(plan):
         text = str(refusal(plan, [MemoryShortage(0, needed, needed - missing, needed)]))
         option = f"plan with --micro-batches {count} (micro_batches=({count},)) or, at more time, "
         assert option + "--memory-limit " in text
-    # Of 8 samples on each rank there are no more than 8 micro-batches.
-    text = str(refusal(plan, [MemoryShortage(0, needed, needed - maps * 7 // 8 - 1, needed)]))
-    assert "free some, plan with --memory-limit " in text
+    # Of 8 samples on each rank there are no more than 8 micro-batches, and of more no more are
+    # proposed.
+    goal = msgspec.structs.replace(plan.goal, batch=8192)
+    for asked in (plan, msgspec.structs.replace(plan, goal=goal)):
+        text = str(refusal(asked, [MemoryShortage(0, needed, needed - maps * 7 // 8 - 1, needed)]))
+        assert "free some, plan with --memory-limit " in text
+
+
+def test_no_micro_batches_are_proposed_where_gradients_are_released_early(plan):
+    units = (msgspec.structs.replace(plan.units[0], early_release=True), *plan.units[1:])
+    early = msgspec.structs.replace(plan, units=units)
+    needed = max(plan.prediction.peak_bytes)
+    for asked, told in ((plan, True), (early, False)):
+        text = str(refusal(asked, [MemoryShortage(0, needed, needed - MIB, needed)]))
+        assert ("--micro-batches" in text) is told
 
 
 def test_a_new_plan_says_that_its_limit_counts_what_is_held(plan):
