@@ -89,11 +89,16 @@ _NO_VALUE = {
 }
 
 
-def _setting(name: str, value: str) -> str:
+def _setting(name: str, value: str, other: str) -> str:
+    """The text of a setting's ``value``, beside which the ``other`` plan's is shown."""
     if not value:
         return _NO_VALUE.get(name, "no limit")
-    words = []
-    for text in value.split(", "):
+    words, texts = [], value.split(", ")
+    if name == "goal.pins":
+        # Of many the first are shown: those that the other plan does not have.
+        shared = set(other.split(", "))
+        texts.sort(key=lambda pin: pin in shared)
+    for text in texts:
         if name.endswith("_bytes") and text.isdigit():
             words.append(size(int(text)))
         elif name.endswith("time_limit_s"):
@@ -122,7 +127,7 @@ def comparison_tables(found: Comparison, first: str, second: str) -> list[Table 
     parts.append(filled_table("Predicted for one step", ("", first, second, "ratio"), rows))
     if found.settings:
         settings = [
-            (SETTINGS.get(name, name), _setting(name, mine), _setting(name, theirs))
+            (SETTINGS.get(name, name), _setting(name, mine, theirs), _setting(name, theirs, mine))
             for name, mine, theirs in found.settings
         ]
         parts.append(filled_table("Settings", ("", first, second), settings))

@@ -31,3 +31,17 @@ def test_pins_of_many_units_are_counted_and_layouts_are_explained():
         "fc0 (8,1) none, fc1 (8,1) none … fc18 (8,1) none (19)"
     ]
     assert str(units.title) == "Units decided differently: layout is (groups, members of each)"
+
+
+def test_pins_that_differ_are_shown_before_those_of_both_plans():
+    shared = [f"fc{i} (8,1) none" for i in range(5)]
+    first, second = (", ".join([*shared, f"last {layout}"]) for layout in ("(8,1)", "(1,8)"))
+    found = Comparison(
+        same_model=True, same_cluster=True, figures=(), settings=(("goal.pins", first, second),),
+        units=(),
+    )  # fmt: skip
+    settings = comparison_tables(found, "a", "b")[1]
+    shown = [next(iter(column.cells)) for column in settings.columns[1:]]
+    assert shown == [
+        f"last {layout}, fc0 (8,1) none … fc4 (8,1) none (6)" for layout in ("(8,1)", "(1,8)")
+    ]
