@@ -11,7 +11,8 @@ class Figures(Record, frozen=True, kw_only=True):
     device for it, but on GPUs). ``exposed_s`` is gradient exchange that nothing hid,
     ``blocking_s`` redistribution and the collectives inside units. ``drawing_s`` is no part of the
     step: what the host takes between two of them to draw the next batch, known of workloads that
-    are launched, while a GPU may still be at work. A predicted step lies between
+    are launched, while a GPU may still be at work; a rank that draws for less time waits for the
+    others in its step. A predicted step lies between
     ``low_s`` and ``high_s`` nine times in ten."""
 
     step_s: Seconds
