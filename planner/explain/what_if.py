@@ -163,7 +163,8 @@ def _half(problem: Problem) -> list[tuple[str, Problem | str]]:
     if not alike or cluster.world_size % 2 or (half > each and half % each):
         return []
     smaller = resized_problem(problem, half)
-    return [(f"{half} devices for {cluster.world_size}", smaller.uncut or smaller)]
+    devices = "device" if half == 1 else "devices"
+    return [(f"{half} {devices} for {cluster.world_size}", smaller.uncut or smaller)]
 
 
 def _pinned(problem: Problem) -> str:

@@ -63,6 +63,11 @@ def test_half_of_the_devices_are_planned_for_as_a_cluster_of_that_size(problem):
     assert less.after_s == size.objective_s
 
 
+def test_half_of_two_devices_is_one_device(problem):
+    ((change, _),) = _half(replace(problem, cluster=cluster(1, 2)))
+    assert change == "1 device for 2"
+
+
 @pytest.mark.parametrize(
     ("nodes", "each", "asked"), [(2, 1, True), (1, 4, True), (3, 2, False), (1, 1, False)]
 )
