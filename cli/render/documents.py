@@ -117,8 +117,8 @@ def bound_sentence(found: StepBottleneck) -> str:
             f"{step}): a larger --batch or torch.compile gives each operator more to do; what is "
             "recomputed or offloaded is issued again."
         )
-    copied = copies is not None and found.part == "compute" and 2 * copies.copies_s > found.part_s
-    words = _bound_by_copies(found, copies) if copies and copied else _bound_by_part(found)
+    copied = found.part == "copies"
+    words = _bound_by_copies(found, copies) if copied and copies else _bound_by_part(found)
     if hosts is not None and hosts.waited_s > HIDDEN * found.step_s:
         waited, less = seconds(hosts.waited_s), _less_waiting(found, hosts)
         words += f" Waiting for other hosts takes {waited} of the step: {less}."
@@ -138,19 +138,24 @@ def _bound_by_part(found: StepBottleneck) -> str:
     where = "" if found.link is None else LINK_NAMES[found.link]
     saves = _saves(found, found.step_s if found.faster_s is None else found.faster_s)
     advice = [f"twice the bandwidth {where} {saves}"] if where else []
+    of_which = ""
     if found.part == "compute":
         what = "computing"
         if found.recompute_s > RECOMPUTED * found.step_s:
             again = seconds(found.recompute_s)
             advice.insert(0, f"{again} of it recomputes what memory has no room for")
         advice.append("more or faster devices shorten it")
+    elif found.part == "communication":
+        what, exchange_s = "communication", found.part_s - found.blocking_s
+        of_which = f", {seconds(found.blocking_s)} blocking and {seconds(exchange_s)} of gradients"
+        advice += [_less_exchange(found)] if exchange_s > found.blocking_s else []
     else:
         blocking = found.part == "blocking"
         what = f"{'blocking communication' if blocking else 'gradient exchange'} {where}"
         advice = [f"twice the bandwidth {saves}"]
         advice += [] if blocking else [_less_exchange(found)]
     slowest = " on the slowest rank, for which the others wait" * found.on_slowest
-    part = f"{seconds(found.part_s)} of {seconds(found.step_s)}{slowest}"
+    part = f"{seconds(found.part_s)} of {seconds(found.step_s)}{of_which}{slowest}"
     return f"Bound by {what} ({part}): {', '.join(advice)}."
 
 

@@ -141,8 +141,10 @@ def _breaks(other: Alternative) -> str:
 def _words(found: Explanation) -> Iterator[str]:
     largest = {
         "compute": "computing",
+        "copies": "copying to the host's memory and back",
         "blocking": "blocking communication",
         "exchange": "gradient exchange that nothing hides",
+        "communication": "communication, blocking and of gradients together",
         "averages": "waiting for other hosts, whose averages nothing hides",
     }[found.bound_by]
     yield f"The largest part of the step of {seconds(found.step_s)} is {largest}."

@@ -37,10 +37,13 @@ def _bottleneck(
 ) -> StepBottleneck:
     """The same, where it is known what bounds a host by itself and how long that waits."""
     whole = plan.prediction
+    exposed_s = own.prediction.exposed_s
     parts: dict[Part, float] = {
         "compute": whole.compute_s,
+        "copies": own.prediction.copies_s,
         "blocking": whole.blocking_s,
-        "exchange": own.prediction.exposed_s,
+        "exchange": exposed_s,
+        "communication": whole.blocking_s + exposed_s,
         "averages": wait.waited_s,
     }
     part: Part = "averages" if wait.waited_s > parts[found.part] else found.part
@@ -56,7 +59,7 @@ def _bottleneck(
         copies = copies._replace(faster_s=after_s, limited=limited)
     return found._replace(
         part=part, part_s=parts[part], step_s=whole.step_s, faster_s=faster_s, hosts=wait,
-        copies=copies,
+        copies=copies, blocking_s=whole.blocking_s,
     )  # fmt: skip
 
 

@@ -55,8 +55,10 @@ FULL = 0.9
 # Units, times the units that each simulation of one's alternatives goes through.
 MOST_SIMULATED = 20_000
 
-Part = Literal["compute", "blocking", "exchange", "averages"]
-"""Parts of a step; ``averages`` are what hosts that train apart wait for."""
+Part = Literal["compute", "copies", "blocking", "exchange", "communication", "averages"]
+"""Parts of a step; ``copies`` are those to the host and back, a part of ``compute``, and
+``communication`` is ``blocking`` and ``exchange`` together; ``averages`` are what hosts that train
+apart wait for."""
 
 
 class Exposure(NamedTuple):
@@ -302,7 +304,8 @@ class StepBottleneck(NamedTuple):
     computing that is done again for lack of memory. ``may_round`` says that gradients could
     travel in fewer bytes and it was not allowed. ``hosts`` is of plans with local steps.
     ``on_slowest``: ``part_s`` is of the slowest rank, for which others mostly wait. ``copies`` is
-    of plans that copy to the host's memory. ``full``: memory has no room for a larger batch."""
+    of plans that copy to the host's memory. ``full``: memory has no room for a larger batch.
+    ``blocking_s`` is the blocking part of communication."""
 
     part: Part
     part_s: float
@@ -316,6 +319,7 @@ class StepBottleneck(NamedTuple):
     host_s: float = 0.0
     copies: HostCopies | None = None
     full: bool = False
+    blocking_s: float = 0.0
 
 
 def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottleneck:
@@ -330,6 +334,7 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottl
         may_round=not plan.goal.allow_lossy and model.wire_share("bf16") < 1,
         on_slowest=on_slowest, host_s=done.prediction.host_s,
         copies=_copies(plan, profile, cluster, done), full=_full(plan, done),
+        blocking_s=done.prediction.blocking_s,
     )  # fmt: skip
     waited: dict[LevelName, float] = {}
     for link, seconds in _waited(done):
@@ -492,17 +497,26 @@ def _broken(done: Evaluation) -> tuple[str, ...]:
 def largest_part(done: Evaluation) -> tuple[Part, float, bool]:
     """What a step takes longest for on the slowest rank, and how long that is predicted to take on
     a median rank; on the slowest one itself (True) where the median rank, which waits for it, does
-    something else for longest."""
+    something else for longest. Computing is compared with all communication: the larger part of
+    this is told where it alone takes more than computing, and of computing the copies to the host
+    and back where they take most of it."""
     slowest, median = done.simulation, done.prediction
     parts: dict[Part, tuple[float, float]] = {
         "compute": (slowest.compute_s, median.compute_s),
         "blocking": (slowest.blocking_s, median.blocking_s),
         "exchange": (slowest.exposed_s, median.exposed_s),
     }
+    both = slowest.blocking_s + slowest.exposed_s, median.blocking_s + median.exposed_s
     part = max(parts, key=lambda name: parts[name][0])
-    if parts[part][1] < max(usual for _, usual in parts.values()):
-        return part, parts[part][0], True
-    return part, parts[part][1], False
+    if part == "compute":
+        if both[0] > slowest.compute_s:
+            return "communication", both[1], False
+        parts["communication"] = both
+    waited_for = parts[part][1] < max(usual for _, usual in parts.values())
+    part_s = parts[part][0 if waited_for else 1]
+    if part == "compute" and 2 * median.copies_s > part_s:
+        return "copies", median.copies_s, False
+    return part, part_s, waited_for
 
 
 def exposures(done: Evaluation) -> Iterator[Exposure]:

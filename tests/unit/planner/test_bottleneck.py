@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from meshwright.cli.render.documents import bound_sentence
 from meshwright.planner.explain.what_if import with_bandwidth
-from meshwright.planner.explain.why import StepBottleneck, bottleneck
+from meshwright.planner.explain.why import StepBottleneck, bottleneck, largest_part
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.evaluate import make_plan
@@ -127,3 +128,29 @@ def test_blocking_communication_is_named_with_its_link():
         "Bound by blocking communication inside nodes (500.00 ms of 1.00 s): twice the bandwidth "
         "saves nothing."
     )
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "blocking_s", "exposed_s", "expected"),
+    [
+        (0.5, 0.47, 0.06, ("communication", 0.53)),
+        (0.5, 0.3, 0.1, ("compute", 0.5)),
+        (0.4, 0.5, 0.1, ("blocking", 0.5)),
+        (0.4, 0.1, 0.5, ("exchange", 0.5)),
+    ],
+)
+def test_computing_is_compared_with_all_communication(compute_s, blocking_s, exposed_s, expected):
+    times = SimpleNamespace(
+        compute_s=compute_s, blocking_s=blocking_s, exposed_s=exposed_s, copies_s=0.0
+    )
+    part, part_s, on_slowest = largest_part(SimpleNamespace(simulation=times, prediction=times))
+    assert (part, pytest.approx(part_s), on_slowest) == (*expected, False)
+
+
+def test_communication_tells_its_parts():
+    found = StepBottleneck("communication", 0.53, 1.0, 0.0, "inter", 0.8, blocking_s=0.47)
+    assert bound_sentence(found) == (
+        "Bound by communication (530.00 ms of 1.00 s, 470.00 ms blocking and 60.00 ms of "
+        "gradients): twice the bandwidth between nodes saves 200.00 ms."
+    )
+    assert bound_sentence(found._replace(blocking_s=0.2)).endswith(", or raise --batch.")

@@ -101,6 +101,8 @@ def test_copies_that_take_most_of_computing_bound_the_step():
     assert found.copies.faster_s == pytest.approx(plan_of(quicker, away(case)).prediction.step_s)
     sentence = bound_sentence(found)
     assert sentence.startswith("Bound by copies to the host and back (1.34 s of ")
+    told = printed(explanation_tables(explain(made, PROFILE, case.cluster)))
+    assert " is copying to the host's memory and back." in told
     assert "twice the bandwidth to the host's memory saves 671." in sentence
     assert "--forbid offload recomputes or shards instead" in sentence
     assert "--forbid host_mirror" not in sentence
@@ -123,7 +125,7 @@ def test_copies_beside_something_larger_are_told_besides():
 def test_what_is_waited_for_other_hosts_is_told_beside_copies():
     """Of a step of 1 s copies take most of what it computes, and other hosts 0.3 s."""
     copies, hosts = HostCopies(0.4, 0.8, ("offload",), False), HostsWait(0.3, 8, 0.9, 0.95)
-    found = StepBottleneck("compute", 0.6, 1.0, 0.0, hosts=hosts, copies=copies)
+    found = StepBottleneck("copies", 0.4, 1.0, 0.0, hosts=hosts, copies=copies)
     sentence = bound_sentence(found)
     assert sentence.startswith("Bound by copies to the host and back (400.00 ms of 1.00 s): ")
     assert ". Waiting for other hosts takes 300.00 ms of the step: --inner-steps 16 " in sentence
