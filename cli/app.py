@@ -27,6 +27,8 @@ STOPPED = 130
 LONGEST_NAME = 80
 # What the system says where there is no room for more: on the disk, for this user, in one file.
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+# Verbs that are asked for a plan, and that some look for among the options of another verb.
+OF_A_PLAN = "explain", "verify", "launch", "report"
 # Objects made after which Python looks for circles of garbage (itself: 700 to 2,000, by version).
 GARBAGE = 50_000
 
@@ -102,7 +104,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if wrong := _wrong_value(error):
             return _say(wrong, InputError.exit_code)
         # Without arguments typer has shown the help and says nothing more.
-        usage = _usage(words(), getattr(getattr(error, "ctx", None), "command_path", ""))
+        usage = _usage(
+            _unknown_option(error) or words(),
+            getattr(getattr(error, "ctx", None), "command_path", ""),
+        )
         return _say(usage, InputError.exit_code) if words() else InputError.exit_code
     # What some of typer's versions return in place of KeyboardInterrupt.
     if code == STOPPED:
@@ -120,6 +125,15 @@ def _wrong_value(error: Exception) -> str:
         return ""
     # By its long name, as the help has it.
     return f"{max(names, key=len)} {message.removeprefix('Value error, ')}"
+
+
+def _unknown_option(error: Exception) -> str:
+    """The sentence of an unknown option that is the name of a verb; "" for any other error."""
+    option = getattr(error, "option_name", "")
+    verb = option.removeprefix("--")
+    if verb not in OF_A_PLAN:
+        return ""
+    return f"No such option: {option} (it is a verb of its own: meshwright {verb} PLAN)"
 
 
 def _usage(message: str, command: str) -> str:

@@ -184,6 +184,7 @@ def describe_cluster(
     ):
         if value is not None:
             _positive(what, value)
+    known = catalogued_device(device, memory_bytes)
     if nodes * devices_per_node > 1 and inter_gbit_s is None and intra_gbyte_s is None:
         raise InputError(
             f"the cluster of {nodes * devices_per_node} devices has no links: give inter_gbit_s "
@@ -200,7 +201,7 @@ def describe_cluster(
     if nodes > 1 or inter_gbit_s is not None:
         rate = _required("inter_gbit_s", inter_gbit_s, "between hosts") * 1e9 / 8
         levels.append(_level("inter", rate, inter_latency_us, INTER_LATENCY_US))
-    described = _stated(catalogued_device(device, memory_bytes), reserve_bytes, host_gbyte_s)
+    described = _stated(known, reserve_bytes, host_gbyte_s)
     hosts = tuple(
         Node(
             name=f"node{i}", devices=(described,) * devices_per_node,

@@ -106,8 +106,10 @@ def decode(cls: type[RecordT], data: bytes, origin: str = "JSON") -> RecordT:
     try:
         return msgspec.json.decode(data, type=cls)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        # The typed decoder stops at a wrong field, also of what ends too early or is no JSON.
+        wrong = _malformed(data) or error
         # What a file holds may break lines or steer a terminal.
-        text = str(error) or type(error).__name__
+        text = str(wrong) or type(wrong).__name__
         detail = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
         # A number that is cut off at its point is malformed to msgspec, at the byte after the last.
         if "truncated" in detail or f"(byte {len(data)})" in detail:
@@ -115,6 +117,15 @@ def decode(cls: type[RecordT], data: bytes, origin: str = "JSON") -> RecordT:
         else:
             what = f"is not a valid {cls.__name__}: {detail}; mend that field, or {_anew(cls)}"
         raise InputError(f"{origin} {what}") from None
+
+
+def _malformed(data: bytes) -> Exception | None:
+    """Why ``data`` is no JSON; None where it is."""
+    try:
+        msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return error
+    return None
 
 
 def _anew(cls: type[Record]) -> str:

@@ -223,6 +223,34 @@ def test_wrong_usage_points_to_the_help_of_the_verb(meshwright, profile_file, cl
     refused(meshwright("compare", "a.json"), 2, "'meshwright compare --help'")
 
 
+def test_an_option_that_is_the_name_of_a_verb_points_to_the_verb(meshwright, profile_file):
+    done = meshwright("plan", profile_file, "--batch", "8", "--explain")
+    refused(done, 2, "No such option: --explain", "meshwright explain PLAN")
+    assert "Possible options" not in done.err
+    # One that is close to an option is told so as before.
+    assert "--batch" in meshwright("plan", profile_file, "--batc", "8").err
+
+
+def test_a_device_that_is_not_catalogued_is_told_before_missing_links(meshwright):
+    done = meshwright("cluster", "--device", "a100", "--nodes", "2")
+    refused(done, 2, "'a100' is not catalogued", "a100-sxm-40gb")
+
+
+@pytest.mark.parametrize("text", ['{"a": 1', '{"a": [', '{"a"'])
+def test_a_file_that_is_cut_off_is_told_so_whatever_its_fields(meshwright, tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    done = meshwright("explain", path)
+    refused(done, 2, "plan.json", "ends in the middle of a Plan")
+    assert "unknown field" not in done.err
+
+
+def test_what_is_no_json_is_told_so(meshwright, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text('{"a": 1; "b": 2}')
+    refused(meshwright("explain", path), 2, "plan.json", "malformed")
+
+
 def test_choices_are_listed_in_plain_words(meshwright, profile_file, cluster_file):
     base = ("plan", profile_file, "-c", cluster_file, "--batch", "8")
     for wrong in (("--solver", "magic"), ("--pin", "32.liner=4x2"), ("--micro-batches", "2,4")):
