@@ -169,9 +169,19 @@ def measured_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
             rows += _step_with_background(report, report.background)
         elif name == "step_s":
             rows.append(_step(report.predicted, report.measured))
+            both = _computing_s(report.predicted), _computing_s(report.measured)
+            if both != (None, None):
+                rows.append(_predicted_and_measured(*QUANTITIES["compute_s"], *both))
         else:
             rows.append(_predicted_and_measured(*QUANTITIES[name], predicted, measured))
     return rows
+
+
+def _computing_s(figures: Figures) -> float | None:
+    """What a step takes besides communication; None where that was not measured."""
+    if figures.blocking_s is None or figures.exposed_s is None:
+        return None
+    return max(figures.step_s - figures.blocking_s - figures.exposed_s, 0.0)
 
 
 def _step(predicted: Figures, measured: Figures) -> tuple[str, str, str, str]:
@@ -239,9 +249,8 @@ def calibration_parts(found: Calibration) -> list[Table | str]:
 
 
 def _part(figures: Figures, name: str) -> float:
-    waited_s = (figures.blocking_s or 0.0) + (figures.exposed_s or 0.0)
-    seconds_: float = figures.step_s - waited_s if name == "compute_s" else getattr(figures, name)
-    return seconds_
+    found: float | None = _computing_s(figures) if name == "compute_s" else getattr(figures, name)
+    return found or 0.0
 
 
 def verification_table(found: Verification) -> Table:

@@ -1,7 +1,8 @@
 """The tables that set figures beside each other."""
 
+import msgspec
 import pytest
-from meshwright.cli.render.comparisons import comparison_tables, measured_table
+from meshwright.cli.render.comparisons import comparison_tables, measured_rows, measured_table
 from meshwright.planner.explain.compare import Comparison, UnitDifference
 from meshwright.planner.schema.report import Figures, RunReport
 
@@ -45,3 +46,18 @@ def test_pins_that_differ_are_shown_before_those_of_both_plans():
     assert shown == [
         f"last {layout}, fc0 (8,1) none … fc4 (8,1) none (6)" for layout in ("(8,1)", "(1,8)")
     ]
+
+
+def test_a_run_shows_what_of_its_step_is_computing():
+    predicted = Figures(step_s=1.0, blocking_s=0.25, exposed_s=0.25)
+    measured = Figures(step_s=1.5, blocking_s=0.25, exposed_s=0.5)
+    report = RunReport(
+        target="mlp", world_size=2, steps=5, predicted=predicted, measured=measured,
+        data_parallel=predicted,
+    )  # fmt: skip
+    assert measured_rows(report)[1] == ("  computing", "500.00 ms", "750.00 ms", "1.50")
+    # Where a step's parts are not known there is nothing to take off.
+    unknown = msgspec.structs.replace(report, predicted=Figures(step_s=1.0), measured=predicted)
+    assert measured_rows(unknown)[1] == ("  computing", "-", "500.00 ms", "")
+    neither = msgspec.structs.replace(unknown, measured=Figures(step_s=1.0))
+    assert "computing" not in str(measured_rows(neither))
