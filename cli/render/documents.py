@@ -491,8 +491,8 @@ def _devices(node: Node) -> str:
 
 
 def _shown(node: Node) -> tuple[str, str, str]:
-    """A node's devices; what of their memory is kept back and what the host has; their link to the
-    host's memory."""
+    """A node's devices; what of their memory is kept back and what the host has; the rate of their
+    link to the host's memory."""
     reserved = max(device.reserve_bytes for device in node.devices)
     parts = [f"{size(reserved)} of each kept back"] if reserved else []
     speeds = sorted({d.relative_speed for d in node.devices if d.relative_speed != 1})
@@ -516,8 +516,10 @@ def cluster_table(cluster: Cluster) -> Table:
     table = empty_table(title, ("", "", "latency", "bandwidth"), left=2)
     for (devices, memory, link), equal in groupby(cluster.nodes, _shown):
         table.add_row(names_of([node.name for node in equal]), devices, "", "")
-        if memory or link:
-            table.add_row("", memory or "a device and the host's memory", "", link)
+        if memory:
+            table.add_row("", memory, "", "")
+        if link:
+            table.add_row("", "between a device and the host's memory", "", link)
     for level in cluster.levels:
         where = "between nodes" if level.name == "inter" else "inside a node"
         if level.name == "inter" and cluster.pair_bytes_per_s:

@@ -40,7 +40,8 @@ def test_what_is_kept_back_and_what_hosts_have_is_shown(meshwright):
     )
     assert done.code == 0, done.err
     assert "3.00 GiB of each kept back, 64.00 GiB in the host" in " ".join(done.out.split())
-    assert "160 Gbit/s" in done.out
+    row = "between a device and the host's memory 160 Gbit/s"
+    assert row in " ".join(done.out.split())
     refused = meshwright(*arguments, "--reserve", "3")
     assert refused.code == 2
     assert refused.err == "meshwright: --reserve 3 is 3 bytes: write a unit, as in 3GiB\n"
