@@ -76,10 +76,12 @@ def check_solver(solver: str) -> None:
 # the one before, and the first that has a plan decides:
 #
 #   any_schedule      by barrier; nothing fits: by priority, as in ``shard_if_needed``.
-#                     A plan by barrier is kept unless its decisions, or plain data parallelism,
-#                     are clearly quicker by priority (``schedules.WORTHWHILE``), as they are, by
-#                     host or sharded: then the search by priority is made too, and the better plan
-#                     taken.
+#                     Else the search by priority is made too, and its plan taken where that is
+#                     clearly quicker (``schedules.WORTHWHILE``). It is left out where computing
+#                     alone takes nearly as long as the plan by barrier; and for a problem too large
+#                     for the integer program unless that plan's decisions, or plain data
+#                     parallelism, are clearly quicker by priority, as they are, by host or sharded,
+#                     or the heuristic finds any that are quicker.
 #   shard_if_needed   without sharded exchange; nothing fits: with it, then with sharded parameters
 #                     (without offloading), then all of these with gradients released early. A plan
 #                     without is kept unless it is clearly quicker with its exchange sharded. One

@@ -1,11 +1,13 @@
 """Which schedule a plan's gradients travel by: in buckets to a barrier, or in slices by priority.
 
-The barrier is the simpler one and is planned first. Only if its decisions, or plain data
-parallelism, would be clearly quicker by priority is it planned for that too.
+The barrier is the simpler one and is planned first. Then it is planned by priority too, unless
+computing alone takes nearly as long as the plan by barrier, or, where a search is long, unless no
+decisions are known that would be quicker so.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from math import inf
 
 import msgspec
 
@@ -16,8 +18,9 @@ from ...schema.goal import Goal
 from ...schema.options import Decisions, Option, segments_of
 from ...schema.plan import SHARDING, ExchangePolicy, Plan, Prediction
 from ..evaluate import evaluation
-from ..problem import Problem, Result
-from ..unit_options import may_gather, may_have
+from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
+from ..unit_options import may_gather, may_have, unit_options
+from . import splits
 from .branches import regions
 
 SLICE_BYTES = (2**20, 2**22, 2**24)
@@ -26,6 +29,9 @@ TCP (0.2 ms) is a twentieth of a slice's time on 1 Gbit/s."""
 WORTHWHILE = 0.05
 """By so much priority, or sharded exchange, must be quicker to be taken: predictions are not much
 nearer than that."""
+LOOK_S, LOOK_SCORES = 2.0, 1000
+"""Seconds for the heuristic's plan by priority where a whole search is long, and plans that it may
+score for each number of micro-batches."""
 
 Search = Callable[[Problem], Result]
 """How one problem is searched, of which schedule and allowances are given."""
@@ -51,7 +57,7 @@ def any_schedule(problem: Problem, search: Search) -> Result | None:
             for prediction in _by_priority(by_priority, plain.plan, decisions, size)
         )
     )
-    if not promising:
+    if not promising and not _may_be_better(by_barrier, by_priority, plain.plan):
         return plain
     other = shard_if_needed(_within(by_priority, early_release=False), search)
     if other is None or other.plan is None:
@@ -59,6 +65,39 @@ def any_schedule(problem: Problem, search: Search) -> Result | None:
     if clearly_better(problem, other.plan.prediction, plain.plan):
         return _with_reason(other, "priority", plain)
     return _with_reason(plain, "barrier", other)
+
+
+def _may_be_better(by_barrier: Problem, by_priority: Problem, plan: Plan) -> bool:
+    """Whether other decisions may be clearly better by priority than a plan by barrier, which keeps
+    away from exchanges that priority hides."""
+    if by_barrier.goal.objective == "time":
+        least_s = _least_computing_s(by_barrier)
+        if least_s >= plan.prediction.step_s * (1 - WORTHWHILE):
+            return False
+    # Where a search is short only its plan tells.
+    if state_pairs(by_barrier) <= INTEGER_PAIRS:
+        return True
+    quiet = replace(without_shards(by_priority), progress=None)
+    found = splits.search(_within(quiet, early_release=False), LOOK_S, LOOK_SCORES)
+    # What it finds is mostly not the best.
+    goal, prediction = by_barrier.goal, found.evaluation.prediction
+    fits = found.tightest.over_bytes <= 0
+    return fits and objective_s(goal, prediction) < objective_s(goal, plan.prediction)
+
+
+def _least_computing_s(problem: Problem) -> float:
+    """Seconds that forward and backward of all units take under any plan; 0 where ranks need not
+    compute all units, or not at the same speed."""
+    least = inf
+    for model in problem.cost_models():
+        if len(model.kinds) > 1 or problem.capability.idle_positions:
+            return 0.0
+        least_s = 0.0
+        for k in range(len(model.profile.units)):
+            costs = (model.unit(k, o) for o in unit_options(model, k, problem.capability))
+            least_s += min((cost.forward_s + cost.backward_s for cost in costs), default=0.0)
+        least = min(least, model.micro_batches * least_s)
+    return least
 
 
 def shard_if_needed(problem: Problem, search: Search) -> Result | None:

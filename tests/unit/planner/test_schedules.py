@@ -10,9 +10,10 @@ from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.cluster import Device, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.evaluate import decisions_of, evaluate
+from meshwright.planner.solve.heuristic import schedules
 from meshwright.planner.solve.heuristic.heuristic import Heuristic
 from meshwright.planner.solve.heuristic.schedules import in_shards, without_shards
-from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.problem import INTEGER_PAIRS, Problem
 from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
@@ -106,6 +107,29 @@ def test_exchange_by_host_is_looked_at_too():
     assert {u.peers_per_host for u in found.plan.units if u.parameter_bytes} == {4}
     barrier = solve(replace(problem, any_schedule=False, schedule="barrier"), "heuristic")
     assert found.plan.prediction.step_s < 0.7 * barrier.plan.prediction.step_s
+
+
+@pytest.mark.parametrize("pairs", [INTEGER_PAIRS, 0])
+def test_priority_is_taken_where_other_decisions_are_clearly_quicker_so(monkeypatch, pairs):
+    """The best plan by barrier keeps away from exchanges, so that priority gains it nothing."""
+    monkeypatch.setattr(schedules, "INTEGER_PAIRS", pairs)
+    units = [linear(f"fc{i}", 512, 512, 1e-5) for i in range(4)]
+    profile = chain_profile(units, bytes_per_sample=4e3)
+    capability = msgspec.structs.replace(PLAIN, exchange=("dense",), priority=True)
+    goal = Goal(batch=64, slice_bytes=(2**18,))
+    either = Problem(profile, cluster(4, inter=1e9), goal, capability, any_schedule=True)
+    barrier, priority = (
+        solve(replace(either, any_schedule=False, schedule=schedule), "integer").plan
+        for schedule in ("barrier", "priority")
+    )
+    again = evaluate(
+        profile, either.cluster, goal, decisions_of(barrier),
+        schedule="priority", message_bytes=2**18,
+    )  # fmt: skip
+    assert again.step_s > 0.95 * barrier.prediction.step_s > priority.prediction.step_s
+    found = solve(either, "integer")
+    assert found.plan.schedule == "priority"
+    assert found.plan.prediction.step_s == priority.prediction.step_s
 
 
 def test_only_what_exchanges_something_is_sharded():
