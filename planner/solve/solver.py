@@ -78,10 +78,11 @@ def check_solver(solver: str) -> None:
 #   any_schedule      by barrier; nothing fits: by priority, as in ``shard_if_needed``.
 #                     Else the search by priority is made too, and its plan taken where that is
 #                     clearly quicker (``schedules.WORTHWHILE``). It is left out where computing
-#                     alone takes nearly as long as the plan by barrier; and for a problem too large
-#                     for the integer program unless that plan's decisions, or plain data
-#                     parallelism, are clearly quicker by priority, as they are, by host or sharded,
-#                     or the heuristic finds any that are quicker.
+#                     alone takes nearly as long as the plan by barrier; and where device time
+#                     counts, or a problem is too large for the integer program, unless that plan's
+#                     decisions, or plain data parallelism, are clearly quicker by priority, as they
+#                     are, by host or sharded, or (of large problems) the heuristic finds any that
+#                     are quicker.
 #   shard_if_needed   without sharded exchange; nothing fits: with it, then with sharded parameters
 #                     (without offloading), then all of these with gradients released early. A plan
 #                     without is kept unless it is clearly quicker with its exchange sharded. One

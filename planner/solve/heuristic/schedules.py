@@ -70,27 +70,29 @@ def any_schedule(problem: Problem, search: Search) -> Result | None:
 def _may_be_better(by_barrier: Problem, by_priority: Problem, plan: Plan) -> bool:
     """Whether other decisions may be clearly better by priority than a plan by barrier, which keeps
     away from exchanges that priority hides."""
-    if by_barrier.goal.objective == "time":
-        least_s = _least_computing_s(by_barrier)
-        if least_s >= plan.prediction.step_s * (1 - WORTHWHILE):
-            return False
+    goal = by_barrier.goal
+    # Where device time counts plans are asked for by the dozen, each of them searched for long.
+    if goal.objective != "time" or goal.amplification_limit or by_barrier.capability.idle_positions:
+        return False
+    if _least_computing_s(by_barrier) >= plan.prediction.step_s * (1 - WORTHWHILE):
+        return False
     # Where a search is short only its plan tells.
     if state_pairs(by_barrier) <= INTEGER_PAIRS:
         return True
     quiet = replace(without_shards(by_priority), progress=None)
     found = splits.search(_within(quiet, early_release=False), LOOK_S, LOOK_SCORES)
     # What it finds is mostly not the best.
-    goal, prediction = by_barrier.goal, found.evaluation.prediction
+    prediction = found.evaluation.prediction
     fits = found.tightest.over_bytes <= 0
     return fits and objective_s(goal, prediction) < objective_s(goal, plan.prediction)
 
 
 def _least_computing_s(problem: Problem) -> float:
-    """Seconds that forward and backward of all units take under any plan; 0 where ranks need not
-    compute all units, or not at the same speed."""
+    """Seconds that forward and backward of all units take under any plan in which no rank is idle;
+    0 where ranks compute at different speeds."""
     least = inf
     for model in problem.cost_models():
-        if len(model.kinds) > 1 or problem.capability.idle_positions:
+        if len(model.kinds) > 1:
             return 0.0
         least_s = 0.0
         for k in range(len(model.profile.units)):
