@@ -352,17 +352,21 @@ class CostModel(Exchanges):
         overhead = self._overhead
         if option.layout.groups == 1 or not (overhead.message_s or overhead.exchanges):
             return 0.0
-        messages = self.own_messages(k, option)
+        sent = messages = self.own_messages(k, option)
+        count = 0.0
         if option.shards:
             # What is gathered for each use is so in each micro-batch, forward and backward.
-            times = self.micro_batches if option.gathers else 1
-            messages += (2 * times if option.gathers else 1) * self.own_gathers(k, option)
-            count: float = times * sum(p.trainable for p in self.owned[k])
-        else:
-            count = self.codings(k, option) if option.lossy else 0
-        took_s = messages * overhead.message_s + count * overhead.exchange_s(option.exchange)
-        rounded_s = overhead.exchange_s(option.wire) if option.rounded else 0.0
-        return took_s + rounded_s * self.own_messages(k, option)
+            times, ways = (self.micro_batches, 2) if option.gathers else (1, 1)
+            messages += times * ways * self.own_gathers(k, option)
+            count = times * sum(p.trainable for p in self.owned[k])
+        elif option.lossy:
+            count = self.codings(k, option)
+        rounded = sent if option.rounded else 0.0
+        return (
+            messages * overhead.message_s
+            + count * overhead.exchange_s(option.exchange)
+            + rounded * overhead.exchange_s(option.wire)
+        )
 
     def alone_host_s(self, k: int, micro_batches: int = 1) -> float:
         """``working_host_s`` without the executor's own work."""
