@@ -102,6 +102,12 @@ def message_kind(
 # message of its own some 200 µs (gloo, two cores, torch 2.13).
 PACKED_BYTES = 128 * 1024
 
+
+def packed(size_bytes: int, message_bytes: int) -> bool:
+    """Whether a gradient is copied into a pack, not sent from where it lies."""
+    return size_bytes < min(PACKED_BYTES, message_bytes)
+
+
 # Thin matrices are made, and their messages have latencies, in which so many times as many of their
 # bytes as of dense gradients are worth being waited for together.
 THIN_COUNT = 4
@@ -385,7 +391,7 @@ class Exchanges(Structure):
         shared_bytes = min(PACKED_BYTES, self.message_bytes) if self.sliced else self.message_bytes
         if not self.sliced or sum(sizes) <= shared_bytes:
             return sum(sizes) / shared_bytes
-        large = [size for size in sizes if size >= shared_bytes]
+        large = [size for size in sizes if not packed(size, self.message_bytes)]
         small_bytes = sum(sizes) - sum(large)
         cut = len(large) if whole else self._sliced(large)
         return cut + ceil(small_bytes / self.message_bytes)

@@ -39,8 +39,8 @@ from typing import NamedTuple
 
 from ..cost.compute import shard_bytes
 from ..cost.cost import CostModel
+from ..cost.exchange import packed
 from ..schema.options import Option
-from ..simulate.slicing import packed
 
 # The share that top-k sends in its first backwards: more than the plan's ratio, and buffers must
 # hold it.

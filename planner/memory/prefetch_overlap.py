@@ -32,11 +32,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cost.compute import shard_bytes
-from ..cost.exchange import Exchanges
+from ..cost.exchange import Exchanges, packed
 from ..cost.step_time import Vector
 from ..cost.structure import Structure
 from ..schema.options import Option
-from ..simulate.slicing import packed
 
 # So many times what others own of a gradient it takes, besides this rank's own part, until it has
 # arrived: what is sent, what is received.

@@ -34,7 +34,7 @@ from heapq import heappop, heappush
 from math import ceil
 from typing import NamedTuple
 
-from ..cost.exchange import PACKED_BYTES
+from ..cost.exchange import PACKED_BYTES, packed
 from ..schema.plan import ExchangePolicy
 
 
@@ -132,11 +132,6 @@ def cut_lossy(
         for one in cut([sizes_bytes[i] for i in group], message_bytes):
             found.append(one._replace(parameters=tuple(group[i] for i in one.parameters)))
     return tuple(found)
-
-
-def packed(size_bytes: int, message_bytes: int) -> bool:
-    """Whether a gradient is copied into a pack, not sent from where it lies."""
-    return size_bytes < min(PACKED_BYTES, message_bytes)
 
 
 # -- the order in which slices leave ---------------------------------------------------------------
